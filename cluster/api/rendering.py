@@ -52,9 +52,9 @@ def _compile(source: str) -> dict[str, list[str]]:
     return {"names": sorted(names)[:_WORDS], "words": sorted(word for word in words if len(word) <= 16)[:_WORDS]}
 
 
-def _render(template: Mapping[str, Any], messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:
-    """A chat. template: `source`, or sources by name, and special `tokens`."""
-    text = str(_tokenizer(json.dumps(template)).apply_chat_template(messages, tokenize=False, **given))
+def _render(template: str, messages: list[dict[str, Any]], given: Mapping[str, Any]) -> str:
+    """A chat. template: JSON of its `source`, or sources by name, and special `tokens`."""
+    text = str(_tokenizer(template).apply_chat_template(messages, tokenize=False, **given))
     if len(text) > RESULT_CHARACTERS:
         raise ValueError(f"the prompt would have more than {RESULT_CHARACTERS} characters")
     return text

@@ -59,7 +59,8 @@ class ChatTemplate:
     def __init__(
         self, source: str | Mapping[str, str], tokens: Mapping[str, str], name: str = "the model's chat template"
     ) -> None:
-        self._template = {"source": source if isinstance(source, str) else dict(source), "tokens": dict(tokens)}
+        named = source if isinstance(source, str) else dict(source)
+        self._template = json.dumps({"source": named, "tokens": dict(tokens)})
         self._name = name
         self.text_arguments = self._wants_parts = False
         self.problem: str | None = None
