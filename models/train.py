@@ -475,7 +475,7 @@ def command(
     batch_tokens: Annotated[int, typer.Option(min=256, help="Tokens of a step; twice as many at the end.")] = 8192,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the corpus.")] = 0,
 ) -> None:
-    """Train the model that ships with tiermoe (about three hours of one CPU core)."""
+    """Train the model that ships with tiermoe (three to four hours of one CPU core)."""
     with suppress(OSError, AttributeError):  # glibc keeps freed memory: page faults of activations cost more than use
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large block
