@@ -416,7 +416,8 @@ def load_run_config(file: str | None = None, options: Mapping[str, Any] | None =
 
     Args:
         file: path of a YAML file, or the name of one in configs/clusters; None: the defaults.
-        options: command-line options by key (nested for sections); None values are left out.
+        options: command-line options by key (nested for sections); None is left out, but for `link.gbps`, whose None
+            is a value: unthrottled.
 
     Raises:
         ConfigError: the file is missing or malformed, a key is unknown, or a value is out of range.
@@ -571,6 +572,11 @@ def no_such_name(what: str, given: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(f"no {what} '{given}'", f"{choose} or give the path of a YAML file")
 
 
-def _without_none(options: Mapping[str, Any]) -> dict[str, Any]:
-    cleaned = {k: _without_none(v) if isinstance(v, Mapping) else v for k, v in options.items() if v is not None}
+def _without_none(options: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """The options that are given: `link.gbps` may be given as None, which is a link that is not throttled."""
+    cleaned = {
+        k: _without_none(v, k) if isinstance(v, Mapping) else v
+        for k, v in options.items()
+        if v is not None or (section, k) == ("link", "gbps")
+    }
     return {k: v for k, v in cleaned.items() if v != {}}

@@ -107,7 +107,8 @@ def explain(
         source: the file that the values came from.
         options: command-line options that overrode the file; a finding in one of them is reported as the option.
     """
-    finding = error.errors(include_url=False)[0]
+    findings = error.errors(include_url=False)
+    finding = findings[0]
     loc = [str(part) for part in finding["loc"]]
     parent, field = _locate(model, loc)
     if finding["type"] in ("extra_forbidden", UNKNOWN_KEY):
@@ -122,7 +123,7 @@ def explain(
     path = loc[: len(field)]
     where = option_name(*path) if _is_given(options or {}, path) else f"{source}: key '{'.'.join(path)}'"
     # a value that is none of a union's members has a finding for each of them
-    same = [found for found in error.errors(include_url=False) if _same_value(found, finding, len(path))]
+    same = [found for found in findings if _same_value(found, finding, len(path))]
     first, *others = dict.fromkeys(str(found["msg"]).removeprefix("Value error, ") for found in same)
     message = ", or ".join((first, *(other.removeprefix("Input should be ") for other in others)))
     if finding["type"] == "value_error" and isinstance(finding["input"], Mapping):  # of keys that do not go together

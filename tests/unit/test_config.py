@@ -147,9 +147,11 @@ def test_unknown_names_list_the_known_ones() -> None:
 def test_a_link_that_is_given_in_part_keeps_the_other_defaults(
     given: dict[str, Any], gbps: float | None, latency_us: float
 ) -> None:
-    """`--link-gbps 2` had no latency, and `--link-latency-us 5` a link that was not throttled."""
-    link = RunConfig(link=given).link  # type: ignore[arg-type]
-    assert (link.gbps, link.latency_us) == (gbps, latency_us)
+    """`--link-gbps 2` had no latency, `--link-latency-us 5` a link that was not throttled, and `gbps=None`, of
+    `tiermoe record`, one of 16 GB/s.
+    """
+    for link in (RunConfig(link=given).link, load_run_config(None, {"link": given}).link):  # type: ignore[arg-type]
+        assert (link.gbps, link.latency_us) == (gbps, latency_us)
 
 
 def test_the_default_policy_is_a_name_where_a_start_decides_it() -> None:
