@@ -60,7 +60,7 @@ def make_rerouting(
         ConfigError: an artifact of `tiermoe prepare` is missing, or of another model.
     """
     context = PolicyContext(
-        layers, experts, renormalise=normalised, sensitivity=artifacts.sensitivity, losses=artifacts.losses,
+        layers, experts, renormalise=normalised,
         profile=artifacts.profile, expert_bytes=expert_bytes, gpus=gpus, replaceable=replaceable_arrays,
         substitute=substitute_arrays, budget=NativeBudget(),
     )  # fmt: skip

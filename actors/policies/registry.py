@@ -52,7 +52,7 @@ class PolicyOptions(Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Artifacts of `tiermoe prepare` that it needs: of gates, losses, predictors, profile and sensitivity."""
+        """Artifacts of `tiermoe prepare` that it needs: of gates, predictors and profile."""
         return frozenset()
 
     def check(self, policy: PolicySettings) -> None:
@@ -70,8 +70,7 @@ class PolicyContext:
         seed: of policies that draw.
         eviction: the cache's policy, which prefetch may inform of its predictions; None: no cache.
         map_capacity: C, of expert maps that are searched where the policy runs.
-        predictors, sensitivity, losses, profile: of `tiermoe prepare`, see `StridePrefetch`, `AdaptiveGating`,
-            `LossTable`, `ExpertProfile`.
+        predictors, profile: of `tiermoe prepare`, see `StridePrefetch`, `ExpertProfile`.
         expert_bytes: of one expert. gpus: that share the experts.
         replaceable, substitute: implementations for `MissRule`; None: those in NumPy.
         importance: makes the state of `ImportanceEviction`; None: in NumPy.
@@ -89,8 +88,6 @@ class PolicyContext:
     eviction: object | None = None
     map_capacity: int = 1000
     predictors: Any = None
-    sensitivity: Any = None
-    losses: Any = None
     profile: Any = None
     expert_bytes: int = 1
     gpus: int = 1

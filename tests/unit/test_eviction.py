@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import EvictionPolicy, LeastStale, Lfu, Lru, SweepLru
+from tiermoe.actors.policies.eviction import EvictionPolicy, Lfu, Lru, SweepLru
 from tiermoe.actors.policies.fmoe import ExpertMapEviction, lowest_products
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
 from tiermoe.kernels import importance
@@ -167,43 +167,6 @@ class TestLfu:
     def test_a_half_life_of_nothing_is_refused(self) -> None:
         with pytest.raises(ValueError, match="half-life"):
             Lfu(0.0)
-
-
-class TestLeastStale:
-    def test_stale_before_fresh_and_the_layer_that_runs_again_last_first(self) -> None:
-        policy = filled(LeastStale(3, 2), 0, 2, 4)  # one expert of each layer, before any forward
-        for layer in (0, 1, 2):
-            policy.routed([2 * layer], [1], 1)
-            policy.used([2 * layer])
-        assert policy.victims(3, anything) == [4, 2, 0]  # all are fresh; layer 0 runs next, then 1, then 2
-        policy.routed([0], [1], 1)  # another forward: all are stale; layer 1 runs next, layer 0 last
-        assert policy.victims(3, anything) == [0, 4, 2]
-        policy.used([0])
-        policy.admitted(5)  # for layer 2
-        assert policy.victims(4, anything) == [4, 2, 0, 5]
-        assert policy.ranked([0, 2, 4, 5]) == [5, 0, 2, 4]
-
-    def test_lru_gives_up_what_is_needed_next(self) -> None:
-        """Four layers in turn with slots for three: LRU has no hit."""
-        hits = {}
-        for policy in (Lru(), LeastStale(4, 1)):
-            resident: set[int] = set()
-            found = 0
-            for step in range(40):
-                key = step % 4
-                policy.routed([key], [1], 1)
-                if key in resident:
-                    found += 1
-                else:
-                    if len(resident) == 3:
-                        [victim] = policy.victims(1, anything)
-                        policy.removed(victim)
-                        resident.remove(victim)
-                    policy.admitted(key)
-                    resident.add(key)
-                policy.used([key])
-            hits[type(policy)] = found
-        assert hits == {Lru: 0, LeastStale: 18}
 
 
 class TestExpertMap:

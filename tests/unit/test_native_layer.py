@@ -32,7 +32,7 @@ from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS
 from tiermoe.kernels.importance import NativeBudget, NativeImportance
 from tiermoe.kernels.router import LinearRouter
 
-POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "least-stale", "lcp"]
+POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "lcp"]
 
 
 def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:

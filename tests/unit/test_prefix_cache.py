@@ -97,17 +97,6 @@ def test_a_second_turn_runs_what_is_new(worker: GpuWorker, plain: GpuWorker, sam
     assert found.token_ids == expected
 
 
-def test_decoded_tokens_of_a_lossy_policy_are_not_shared(store: Any) -> None:
-    """Guards a quality budget: keys of one request's lossy decode were another's prompt, which runs exactly."""
-    prompt = text(25, 2 * PAGE)
-    for shares, cached in ((True, 4 * PAGE), (False, 2 * PAGE)):
-        with serving(store, settings(0.5, "next-gate", kv=kv())) as worker:
-            worker.batcher._manager.batch_processor.scheduler.shares_decoded = shares
-            (first,) = generated(worker, asked("first", prompt, max_tokens=2 * PAGE + 1))
-            (second,) = generated(worker, asked("second", (*prompt, *first.token_ids), max_tokens=1))
-            assert second.cached_tokens == cached
-
-
 def test_an_equal_prompt_still_runs_its_last_rows(worker: GpuWorker) -> None:
     prompt = text(20, 4 * PAGE)
     first, second = (generated(worker, asked(name, prompt))[0] for name in "ab")

@@ -177,7 +177,7 @@ def whole(slots: int) -> Slots:
 
 
 CONTEXT = PolicyContext(LAYERS, EXPERTS, top_k=2)
-KINDS = ("lru", "lru-sweep", "lfu", "lfu-decay", "lcp", "random", "least-stale", "expert-map", "expert-map-decay",
+KINDS = ("lru", "lru-sweep", "lfu", "lfu-decay", "lcp", "random", "expert-map", "expert-map-decay",
          "importance", "worth")  # fmt: skip
 NATIVE = {"lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "importance", "worth"}
 

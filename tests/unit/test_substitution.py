@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tiermoe.actors.engine.make_policies import make_rerouting
-from tiermoe.actors.policies.adapmoe import RerouteView
 from tiermoe.actors.policies.buddymoe import MissRule, RandomRule, no_buddies
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, activating_entropy
 from tiermoe.actors.policies.buddymoe.substitution import (
@@ -29,6 +28,7 @@ from tiermoe.actors.policies.buddymoe.substitution import (
     substitute,
     token_entropy,
 )
+from tiermoe.actors.policies.routing import RerouteView
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 

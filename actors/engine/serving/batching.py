@@ -115,7 +115,6 @@ class ContinuousBatcher:
         attention: the implementation on the paged cache.
         tokenizer: the text of tokenizer.json, for grammars.
         memory: that the paged cache shares with experts; None: it has its own.
-        shares_decoded: whether the prefix cache has decoded tokens, too: keys of lossy ones belong to their request.
 
     Attributes:
         attention: as given; None where requests are served one after the other.
@@ -132,7 +131,7 @@ class ContinuousBatcher:
 
     def __init__(
         self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, attention: Attention = "auto",
-        tokenizer: str | None = None, memory: SharedMemory | None = None, shares_decoded: bool = True,
+        tokenizer: str | None = None, memory: SharedMemory | None = None,
     ) -> None:  # fmt: skip
         self.streams = open_streams(model, kv, watcher, tokenizer)
         self.attention = attention
@@ -152,7 +151,6 @@ class ContinuousBatcher:
             use_paged(model, attention, prefixed=False)
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._manager.prefill_chunk, self._manager.memory = kv.prefill_chunk, memory
-        self._manager.shares_decoded = shares_decoded
         gpu = runtime_of(model.device) if model.device.type == "cuda" else None
         self._manager.steps = Steps(model, self.streams, watcher, self._scorer, gpu)
         self._manager.output_router = _Failures(self.streams, self._manager.steps)

@@ -42,10 +42,8 @@ class StepScheduler(FIFOScheduler):
             None: the request was cancelled. A state's `tiermoe_prompt` is that of its last forward.
         salt_of: the salt of the request of this name; None: it was cancelled. A state's `tiermoe_salt` likewise.
         memory: that the KV cache shares with experts; None: it has its own.
-        shares_decoded: whether later requests may share the blocks of decoded tokens, too, and not of prompts alone.
     """
 
-    shares_decoded = True
     prefill_chunk: int | None = None
     reads_prefix: Callable[[str], bool]
     lengths: SequenceLengths
@@ -82,8 +80,6 @@ class StepScheduler(FIFOScheduler):
         if prompt is None or salt is None:  # a cancellation may come between the two
             return
         tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
-        if not self.shares_decoded:
-            tokens = tokens[: len(state.initial_tokens)]
         tokens = salted(self.lengths.keys(tokens, prompt), salt)
         for allocator in self.cache.cache_allocators.values():
             allocator.mark_complete_blocks(state.request_id, tokens, len(tokens) // allocator.tokens_per_page)

@@ -39,7 +39,6 @@ class StepManager(ContinuousBatchingManager):
     steps: Steps
     prefill_chunk: int | None = None
     memory: SharedMemory | None = None
-    shares_decoded = True
     died: BaseException | None = None  # what ended the loop, from before its requests end
 
     def start(self) -> None:
@@ -57,7 +56,6 @@ class StepManager(ContinuousBatchingManager):
             self.memory.adopt(processor.cache)
         processor.scheduler.memory = self.steps.memory = self.memory
         processor.scheduler.prefill_chunk = self.prefill_chunk
-        processor.scheduler.shares_decoded = self.shares_decoded
         processor.scheduler.reads_prefix, processor.scheduler.salt_of = self.steps.reads_prefix, self.steps.salt_of
         processor.scheduler.lengths, processor.scheduler.prompt_of = self.steps.lengths, self.steps.prompt_of
         return processor
