@@ -154,7 +154,6 @@ setup(
                 "kernels/cpu/importance.cpp",
                 "kernels/cpu/importance_module.cpp",
                 "kernels/cpu/link.cpp",
-                "kernels/cpu/measure_module.cpp",
                 "kernels/cpu/module.cpp",
                 "kernels/cpu/nanobind.cpp",
                 "kernels/cpu/neuron_avx2.cpp",

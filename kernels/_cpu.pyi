@@ -126,9 +126,6 @@ def expect_map(probabilities: numpy.typing.NDArray[numpy.float64], keys: numpy.t
     Raises ValueError: lengths differ.
     """
 
-def read_bytes(address: int, size: int) -> int:
-    """Reads a buffer once, as fast as one thread can."""
-
 def instruction_sets() -> tuple[str, ...]:
     """
     What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable".
