@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from ...kernels.importance import NativeBudget
 from ...kernels.router import LinearRouter
-from ...kernels.substitute import replaceable_arrays, substitute_arrays
 from ..policies.baselines import Predictor
 from ..policies.eviction import EvictionPolicy
 from ..policies.fmoe import BlendPrefetch
@@ -61,8 +60,8 @@ def make_rerouting(
     """
     context = PolicyContext(
         layers, experts, renormalise=normalised,
-        profile=artifacts.profile, expert_bytes=expert_bytes, gpus=gpus, replaceable=replaceable_arrays,
-        substitute=substitute_arrays, budget=NativeBudget(),
+        profile=artifacts.profile, expert_bytes=expert_bytes, gpus=gpus,
+        budget=NativeBudget(),
     )  # fmt: skip
     with _configured(policy):
         rule: Rerouting | None = make("routing", policy.routing, context)

@@ -24,8 +24,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -72,7 +70,6 @@ class PolicyContext:
         map_capacity: C, of expert maps that are searched where the policy runs.
         predictors, profile: of `tiermoe prepare`, see `StridePrefetch`, `ExpertProfile`.
         expert_bytes: of one expert. gpus: that share the experts.
-        replaceable, substitute: implementations for `MissRule`; None: those in NumPy.
         importance: makes the state of `ImportanceEviction`; None: in NumPy.
         budget: `BudgetDrops` of `BudgetAwareTopK`; None: in NumPy.
         lowest, expect_map: of `ExpertMapEviction`; None: in NumPy.
@@ -91,8 +88,6 @@ class PolicyContext:
     profile: Any = None
     expert_bytes: int = 1
     gpus: int = 1
-    replaceable: Callable[..., NDArray[np.bool_]] | None = None
-    substitute: Callable[..., Any] | None = None
     importance: Callable[..., Any] | None = None
     budget: Any = None
     lowest: Callable[..., list[int]] | None = None
