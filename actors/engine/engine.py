@@ -341,7 +341,7 @@ class ExpertEngine:
         if isinstance(self._placer, AutoPlacer) and not self._placer.may_prefetch:
             return None
         policy = make_policy(
-            settings.policy, blocks, self.experts, self.top_k, self.cache.policy, self.matcher, self.shards,
+            settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
             predictors,
         )  # fmt: skip
         if policy is None:

@@ -134,35 +134,6 @@ def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int],
     return list(islice(filter(evictable, order), max(0, count)))
 
 
-_LOOKED = 16  # keys that an eviction sorts beyond those that it needs: some are pinned or kept
-
-
-def lowest_evictable(lowest: Callable[[int], list[int]], count: int, evictable: Callable[[int], bool]) -> list[int]:
-    """`first_evictable` of an order of which `lowest` gives the first n keys."""
-    if count <= 0:  # as asked wherever slots are free: no reason to sort
-        return []
-    looked = count + _LOOKED
-    while True:
-        order = lowest(looked)
-        found = first_evictable(order, count, evictable)
-        if len(found) == count or len(order) < looked:
-            return found
-        looked *= 4
-
-
-def lowest_values(
-    values: NDArray[np.float64], stamps: NDArray[np.int64], present: NDArray[np.bool_], count: int
-) -> list[int]:
-    """The first `count` present keys by rising value, then rising stamp, then key; all arrays by key."""
-    keys = present.nonzero()[0]
-    of_keys = values[keys]
-    if count < len(keys):
-        chosen = of_keys <= np.partition(of_keys, count)[count]
-        keys, of_keys = keys[chosen], of_keys[chosen]
-    found: list[int] = keys[np.lexsort((stamps[keys], of_keys))[:count]].tolist()
-    return found
-
-
 @register("eviction", "lru")
 class Lru(EvictionPolicy):
     """Least recently used.

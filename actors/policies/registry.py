@@ -70,9 +70,6 @@ class PolicyContext:
         map_capacity: C, of expert maps that are searched where the policy runs.
         predictors, profile: of `tiermoe prepare`, see `StridePrefetch`, `ExpertProfile`.
         expert_bytes: of one expert. gpus: that share the experts.
-        importance: makes the state of `ImportanceEviction`; None: in NumPy.
-        budget: `BudgetDrops` of `BudgetAwareTopK`; None: in NumPy.
-        lowest, expect_map: of `ExpertMapEviction`; None: in NumPy.
     """
 
     layers: int
@@ -88,10 +85,6 @@ class PolicyContext:
     profile: Any = None
     expert_bytes: int = 1
     gpus: int = 1
-    importance: Callable[..., Any] | None = None
-    budget: Any = None
-    lowest: Callable[..., list[int]] | None = None
-    expect_map: Callable[..., None] | None = None
 
 
 class NotPrepared(ValueError):

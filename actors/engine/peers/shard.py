@@ -144,7 +144,7 @@ class ShardEngine:
             if command.iteration > self._iteration:
                 self._iteration, self._layer = command.iteration, -1
             keys = [key for key in wanted_keys(command)[0] if key < self.cache.residency.keys]
-            tell_eviction(self.cache.policy, command, self._experts)
+            tell_eviction(self.cache.eviction, command, self._experts)
             current = command.iteration == self._iteration
             keys = [key for key in keys if key // self._experts > self._layer] if current else []
             if not keys:
