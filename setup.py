@@ -181,7 +181,7 @@ setup(
         ),
         extension(
             "tiermoe.kernels._launch",
-            sources=["kernels/cpu/nanobind.cpp", "kernels/triton/launch.cpp"],
+            sources=["kernels/cpu/nanobind.cpp", "kernels/triton/launch_module.cpp"],
             include_dirs=[*NANOBIND],
             extra_compile_args=[*COMMON, *BINDING],
             language="c++",

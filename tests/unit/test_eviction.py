@@ -33,7 +33,8 @@ def state(policy: EvictionPolicy) -> dict[str, object]:
     """Of a policy, without the order that some keep until a change."""
     values = {name: value for name, value in vars(policy).items() if name != "_order" or not isinstance(value, list)}
     arrays = {name: value.tolist() for name, value in values.items() if isinstance(value, np.ndarray | memoryview)}
-    plain = {name: value for name, value in values.items() if name not in arrays and name not in ("state", "_order", "handle")}
+    native = ("state", "_order", "handle")
+    plain = {name: value for name, value in values.items() if name not in arrays and name not in native}
     return deepcopy(plain | arrays)
 
 
