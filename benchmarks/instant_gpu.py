@@ -184,7 +184,7 @@ def _double() -> ctypes.CDLL:
         try:
             subprocess.run(words, check=True)
         except OSError as error:
-            raise ConfigError(f"a fake GPU is compiled: {error}", "install a C++ compiler, or name it in CXX") from error
+            raise ConfigError(f"a fake GPU needs a C++ compiler: {error}", "install one, or name it in CXX") from error
         return ctypes.CDLL(str(made))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -136,7 +136,8 @@ def test_a_request_that_is_cancelled_while_it_is_looked_up_shares_nothing() -> N
     scheduler, seen = StepScheduler.__new__(StepScheduler), list[Any]()
     allocator = SimpleNamespace(tokens_per_page=2, mark_complete_blocks=lambda *args: seen.append(args))
     scheduler.cache = SimpleNamespace(use_prefix_sharing=True, cache_allocators={"full": allocator})
-    scheduler.lengths = SimpleNamespace(keys=lambda tokens, prompt: tokens)
+    lengths: Any = SimpleNamespace(keys=lambda tokens, prompt: tokens)
+    scheduler.requests = cast(Any, SimpleNamespace(lengths=lengths))
     state = SimpleNamespace(request_id="r", initial_tokens=[1, 2, 3], generated_tokens=[], position_offset=3)
     for prompt, salt in ((None, None), (3, None), (None, "")):
         state.tiermoe_prompt, state.tiermoe_salt = prompt, salt
