@@ -26,7 +26,6 @@ from ..store.format import ExpertShape, Published
 from ..store.replicas import ReplicaTables
 from .cache.allocate import make_cache, slot_nbytes
 from .cache.device import Device
-from .cache.form_slots import kernels_of
 from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
 from .cache.slots import ExpertSource
 from .dispatch import DeviceBackend
@@ -42,6 +41,7 @@ from .make_policies import (
     scores_asked,
     unasked_layers,
 )
+from .model.form_kernels import kernels_of
 from .model.kernels import SteppedKernel, expert_seconds
 from .model.model import MoeBlock, attach, detach
 from .native_layer import NativeLayer, NativeLayers

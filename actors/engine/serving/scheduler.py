@@ -16,15 +16,13 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from ..model.lengths import SequenceLengths
-
-if TYPE_CHECKING:
-    from .shared_memory import SharedMemory
+from .shared_memory import SharedMemory, drop_cached
 
 NAME = "tiermoe"  # of `StepScheduler`, in transformers' registry
 _SALTED = 16  # tokens at the beginning of the first block that carry the salt
@@ -172,14 +170,6 @@ def salted(tokens: Sequence[int], salt: str) -> list[int]:
 def _masks(salt: str) -> tuple[int, ...]:
     digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), key=_SECRET, digest_size=4 * _SALTED).digest()
     return tuple(word & 0x7FFFFFFF for word in struct.unpack(f"<{_SALTED}I", digest))
-
-
-def drop_cached(pool: Any, allocator: Any, blocks: list[int]) -> None:
-    """Free these blocks of transformers' prefix cache, which no request holds."""
-    ledger = allocator.ledger
-    for block in blocks:
-        del ledger.cached_blocks[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
-    pool.free_blocks(allocator.index, blocks)
 
 
 def used_share(cache: Any) -> float:
