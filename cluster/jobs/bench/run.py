@@ -209,7 +209,7 @@ def _made(experiment: Experiment, random: NamedModel, progress: Progress | None)
             share = parse_budget(budget)
             if not isinstance(share, AutoBudget):
                 held = share if isinstance(share, float) else min(1.0, share / random.expert_bytes)
-                random.require_memory(len(list(section.rows())) if section.serve else 1, held)
+                random.require_memory(len(section.variants) if section.serve else 1, held)
     if progress is not None:
         what = f"{random.name}: {random.layers} layers of random weights in {random.form}"
         progress.console.print(f"{what}, {size(random.expert_bytes)} of experts", markup=False, soft_wrap=True)
@@ -497,7 +497,7 @@ def _settings(study: Study) -> dict[str, Any]:
     return {
         "model": made or base.model_dir.name, "threads": base.worker_threads, "latency_us": base.link.latency_us,
         "workload": work.model_dump(mode="json"), "grid": experiment.grid.model_dump(mode="json"),
-        "policies": {section.name: [v.name for v in section.rows()] for section in experiment.running},
+        "policies": {section.name: [v.name for v in section.variants] for section in experiment.running},
     }  # fmt: skip
 
 
@@ -515,7 +515,7 @@ def _fingerprint(study: Study) -> dict[str, Any]:
         "trace": work.trace.model_dump(mode="json"), "quality": work.quality.model_dump(mode="json"),
         "sections": [section.model_dump(mode="json", exclude={"variants"}) for section in experiment.sections],
         "policies": {
-            section.name: [[v.name, v.policy(work.tau).model_dump(mode="json")] for v in section.rows()]
+            section.name: [[v.name, v.policy(work.tau).model_dump(mode="json")] for v in section.variants]
             for section in experiment.sections
         },
         "metrics": [metric.model_dump(mode="json") for metric in experiment.metrics],
