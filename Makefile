@@ -12,7 +12,7 @@
 # make train-default-model    train the model that ships with the project, 13.4 M tokens: three to four hours of one core (docs/default-model.md)
 # make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
 # make lint    ruff, mypy, and whether constraints.txt installs from PyPI alone
-# make stub    write the stubs of the compiled modules again after a change of a binding (*_module.cpp, module.cpp, launch.cpp)
+# make stub    write the stubs of the compiled modules again after a change of a binding (*_module.cpp, module.cpp)
 # make clean   remove .venv and everything that was generated
 #
 # Variables: PYTHON (3.11 to 3.13), VENV, PROMPT, ARGS (more options for `tiermoe run`), TRAIN_ARGS, PIP_ARGS (for `pip install`),

@@ -154,7 +154,6 @@ setup(
                 "kernels/cpu/importance.cpp",
                 "kernels/cpu/importance_module.cpp",
                 "kernels/cpu/link.cpp",
-                "kernels/cpu/measure_module.cpp",
                 "kernels/cpu/module.cpp",
                 "kernels/cpu/nanobind.cpp",
                 "kernels/cpu/neuron_avx2.cpp",
@@ -182,7 +181,7 @@ setup(
         ),
         extension(
             "tiermoe.kernels._launch",
-            sources=["kernels/cpu/nanobind.cpp", "kernels/triton/launch.cpp"],
+            sources=["kernels/cpu/nanobind.cpp", "kernels/triton/launch_module.cpp"],
             include_dirs=[*NANOBIND],
             extra_compile_args=[*COMMON, *BINDING],
             language="c++",

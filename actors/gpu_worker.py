@@ -164,7 +164,7 @@ class GpuWorker:
         self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
         self._batcher = make_batcher(
             self._model, settings.kv, self._engine, attention, vocabulary, self._shared_memory(),
-            settings.policy.routing.kind != "quality", settings.attention,
+            settings.attention,
         )  # fmt: skip
         if recorded:
             self._engine.notes += _record(self._model, self._batcher)
@@ -449,7 +449,7 @@ def _vocabulary_of(folder: Path) -> tuple[str | None, list[str]]:
 
 def make_batcher(
     model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto", tokenizer: str | None = None,
-    memory: Any = None, shares_decoded: bool = True, otherwise: Attention | None = None,
+    memory: Any = None, otherwise: Attention | None = None,
 ) -> Any:  # fmt: skip
     """Continuous batching if the model allows it, else one request after another.
 
@@ -457,7 +457,6 @@ def make_batcher(
         watcher: a `SequenceWatcher`, which gets the rows of each forward pass.
         tokenizer: the text of tokenizer.json, for grammars.
         memory: `SharedMemory` of expert slots and the paged cache; None: the cache has its own.
-        shares_decoded: as `ContinuousBatcher`.
         otherwise: the attention that is tried where the model does not allow `attention`; None: none.
 
     Raises:
@@ -470,7 +469,7 @@ def make_batcher(
     tried = [attention, *([otherwise] if otherwise not in (None, attention) else [])]
     for name in tried:
         try:
-            return ContinuousBatcher(model, kv, watcher, name, tokenizer, memory, shares_decoded)
+            return ContinuousBatcher(model, kv, watcher, name, tokenizer, memory)
         except UnsupportedModelError as error:
             if name == tried[-1] and kv.batching == "continuous":
                 raise

@@ -15,7 +15,6 @@ from .policies.eviction import CacheOrder
 from .policies.hobbit import LowBitOptions
 from .policies.moepic.split import SplitOptions
 from .policies.prefetch import PrefetchOptions, PrefetchPolicy
-from .policies.quality import QualityBudget as QualityBudget  # registers itself
 from .policies.registry import Point, PolicyContext, PolicyOptions, options, policy_class
 from .policies.routing import MissOptions, RoutingOptions
 from .policies.worth import WorthEviction as WorthEviction  # registers itself
@@ -77,7 +76,7 @@ class PolicySettings(Settings):
         if self.reroutes:
             if self.lossless:
                 raise ValueError("a policy that changes the routing is not lossless")
-            if self.uses_ndp and not self.routing.planned:
+            if self.uses_ndp:
                 raise ValueError(
                     f"placement {self.placement.kind} follows the model's own routing: leave routing and on_miss out"
                 )
@@ -85,7 +84,7 @@ class PolicySettings(Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Artifacts of `tiermoe prepare` that it needs: of gates, losses, predictors, profile and sensitivity."""
+        """Artifacts of `tiermoe prepare` that it needs: of gates, predictors and profile."""
         return self.prefetch.needs | self.routing.needs | self.on_miss.needs | self.eviction.needs
 
     @property

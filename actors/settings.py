@@ -340,8 +340,8 @@ def check_combination(settings: EngineSettings) -> None:
     """Refuse settings that are valid alone and not together.
 
     Raises:
-        ConfigError: several shards with placement monde, split experts, pre-eviction, low-bit replicas, a quality
-            budget or a stepped link; a stepped link with NDP workers, which follow wall-clock time; one shard with a
+        ConfigError: several shards with placement monde, split experts, pre-eviction, low-bit replicas or
+            a stepped link; a stepped link with NDP workers, which follow wall-clock time; one shard with a
             penalty of others.
     """
     policy, gpus = settings.policy, settings.shards.count
@@ -372,11 +372,6 @@ def check_combination(settings: EngineSettings) -> None:
             several and policy.low_bit is not None,
             f"policy '{policy.name}' loads replicas into the memory of one GPU; there are to be {gpus} GPUs",
             "use one shard, or a policy without on_miss low-bit, such as next-gate",
-        ),
-        (
-            several and policy.routing.planned,
-            f"policy '{policy.name}' spends its quality budget by the misses of one GPU; there are to be {gpus} GPUs",
-            "use one shard, or --quality lossless",
         ),
         (
             several and policy.placement.kind == "monde",

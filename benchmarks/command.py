@@ -19,7 +19,7 @@ from tiermoe.errors import ConfigError
 from .cases import CASES
 
 EXPERIMENTS = (
-    "prefetch", "default", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality",
+    "prefetch", "default", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated",
 )  # fmt: skip
 _FIRST = ("overhead", "host", "ttft", "turns", "scale")  # in the help
 

@@ -98,7 +98,7 @@ def _random(kind: str, layers: int, experts: int) -> tuple[float, float]:
     """Microseconds and misses of a layer under an order of eviction, once the slots are full."""
     keys, slots = layers * experts, int(layers * experts * SHARE)
     policy = fast_eviction(options("eviction", kind), PolicyContext(layers, experts, TOP), split=False, low_bit=False)
-    _, order = core_order(policy, layers, experts, False)
+    order = core_order(policy)
     clock = _core.Clock()
     link = _core.VirtualLink(clock, lambda nbytes: 0.0, 0.0)
     layout = _core.Layout(layers, experts, 1, [], [slots], [], [1] * keys, False, slots)

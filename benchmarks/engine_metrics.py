@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tiermoe.actors.policies.quality import QualityBudget
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, cells_of, median_of, metric
 from tiermoe.cluster.jobs.bench.run import Study
 from tiermoe.cluster.jobs.bench.serving import Split, record_split
@@ -150,23 +149,6 @@ def quality_of(found: Mapping[str, Any], row: Row, options: EvaluationOptions) -
 
 
 # -- near-data execution: quality, similarity of prefill and decode ----------------------------------------------------
-
-
-@metric("kl-within-budget")
-def kl_within_budget(study: Study, *, section: str) -> dict[str, Any]:
-    """Bars for each variant with a budget: the KL that was measured on held-out text is at most that, and above 0."""
-    budgets = {
-        (cell.key[0], policy.name): policy.settings.routing.kl
-        for cell, _ in study.ran for policy in cell.policies
-        if isinstance(policy.settings.routing, QualityBudget.Options)
-    }  # fmt: skip
-    for row in study.rows:
-        kl = budgets.get((row["section"], row["policy"]))
-        if row["section"] == section and kl is not None:
-            of = f"{row['policy']}, budget {row['budget']}"
-            study.bars.append(Bar(f"KL (nats) of {of}", row["kl_nats"], "<=", kl))
-            study.bars.append(Bar(f"share of misses avoided by {of}", row["avoided"], ">=", 0.01))
-    return {}
 
 
 @metric("ndp-quality")

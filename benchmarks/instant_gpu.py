@@ -11,10 +11,16 @@ nothing here: an enqueued copy, event or launch of CUDA costs the host 1 to 10 u
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from cProfile import Profile
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from pstats import Stats
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -63,7 +69,7 @@ class InstantGpu:
     @works.setter
     def works(self, works: bool) -> None:
         self._works = self._driver.works = works
-        _launch.remember(not works)  # recorded inputs stay where they are
+        _double().remember(not works)  # recorded inputs stay where they are
 
     @property
     def late(self) -> bool:
@@ -160,8 +166,26 @@ class Launched:
         return self._kernel.combine(y, weights) if self._gpu.works else out
 
 
-# as `launch_nothing` and `read_on_host` of launch.cpp number them
+# as `launch_nothing` and `read_on_host` of fake_gpu.cpp number them
 _READS, _KINDS = 16, {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+@cache
+def _double() -> ctypes.CDLL:
+    """fake_gpu.cpp, compiled for this process.
+
+    Raises:
+        ConfigError: there is no C++ compiler.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "fake_gpu.so"
+        source, compiler = Path(__file__).with_name("fake_gpu.cpp"), os.environ.get("CXX", "c++")
+        words = [*shlex.split(compiler), "-std=c++17", "-O3", "-shared", "-fPIC", str(source), "-o", str(made)]
+        try:
+            subprocess.run(words, check=True)
+        except OSError as error:
+            raise ConfigError(f"a fake GPU needs a C++ compiler: {error}", "install one, or name it in CXX") from error
+        return ctypes.CDLL(str(made))
 
 
 def _first(driver: _launch.Driver, launch: Any, grid: object, *args: Any) -> tuple[Any, ...]:
@@ -204,7 +228,8 @@ def instant_gpu() -> Iterator[InstantGpu]:
     except ImportError:
         raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
     gpu, before = InstantGpu(), list[tuple[Any, str, Any]]()
-    driver, copying = _launch.Driver(_launch.nothing()), tables.copying()
+    driver = _launch.Driver(ctypes.cast(_double().launch_nothing, ctypes.c_void_p).value or 0)
+    copying = tables.copying()
     gpu.copier = tables.copier_of(gpu.device, copying, partial(int, gpu.current()))
     ring = TableRing(gpu)
 

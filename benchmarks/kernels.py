@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,6 @@ from rich.progress import Progress
 
 from tiermoe.cluster.jobs.bench.metrics import Bar, Case, Measures, Report, Spread, interleaved, ratio, rows_of
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import _cpu
 from tiermoe.kernels.form_ffn import FormLayer
 from tiermoe.kernels.forms import BLOCKS, ExpertForm, MatrixForm
 from tiermoe.kernels.pack import BITS, GROUPS, PackedShape
@@ -142,13 +140,12 @@ class _Shape:
 
     def read(self, pieces: int, run_all: Callable[..., Iterable[Any]]) -> Case:
         """Reading the block, as so many pieces that `run_all` reads like `map`."""
-        bounds = np.linspace(0, self._cold_bytes, pieces + 1, dtype=np.int64).tolist()
-        address = self._codes.ctypes.data
-        parts = [(address + begin, end - begin) for begin, end in itertools.pairwise(bounds)]
+        words = self._codes[: len(self._codes) // 8 * 8].view(np.uint64)
+        parts = np.array_split(words, pieces)
 
         def run() -> Measures:
             start_s = self._now()
-            for _ in run_all(lambda part: _cpu.read_bytes(*part), parts):
+            for _ in run_all(np.sum, parts):  # reads as fast as a thread can, without the interpreter's lock
                 pass
             return {"gbps": self._cold_bytes / (self._now() - start_s) / 1e9}
 

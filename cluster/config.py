@@ -51,9 +51,6 @@ AUTO, DEFAULT_BUDGET = "auto", "0.25"
 DEFAULT_POLICY = "default"  # `auto` or `next-gate`: `topology.default_policy` decides, with the model and the nodes
 STEPPED = "next-gate"  # the default policy with `link.layer_us`
 QUICK_COPY_US = 60.0  # of one expert: below, `next-gate` is the default
-LOSSLESS = "lossless"
-_QUALITY = re.compile(r"kl\s*=\s*(?P<nats>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)")
-_QUALITY_REMEDY = "give lossless, or kl= and the nats of KL divergence that a token may cost, such as kl=0.01"
 
 
 class StoreLayout(StoreSettings):
@@ -177,12 +174,8 @@ class RunConfig(EngineOptions):
     policy: str = Field(
         default=DEFAULT_POLICY, description="policy preset: a name in configs/policies, or a YAML file; "
         f"{DEFAULT_POLICY}: {STEPPED} on a GPU, where link.layer_us is given, and where the link copies an expert in "
-        f"less than {QUICK_COPY_US:g} us; else {AUTO}, and where quality or ndp_workers are given"
+        f"less than {QUICK_COPY_US:g} us; else {AUTO}, and where ndp_workers is given"
     )  # fmt: skip
-    quality: str = Field(
-        default=LOSSLESS, description="quality that policy auto may trade for speed: lossless, or kl=NATS, the mean KL "
-        "divergence from lossless a token, such as kl=0.01"
-    )
     budget: str | StrictFloat | StrictInt | None = Field(
         default=None,
         description="expert memory of each GPU: a share of the experts such as 25%, a size such as 512MiB, or auto: "
@@ -222,7 +215,7 @@ class RunConfig(EngineOptions):
     @property
     def asks_for_auto(self) -> bool:
         """Whether something is given that only `auto` can carry out."""
-        return kl_budget(self.quality) is not None or "ndp_workers" in self.cluster.model_fields_set
+        return "ndp_workers" in self.cluster.model_fields_set
 
     @property
     def chosen_budget(self) -> str | float | int:
@@ -358,40 +351,9 @@ def _policy(name_or_path: str, more_names: Sequence[str]) -> PolicySettings:
         raise explain(error, PolicySettings, str(path)) from error
 
 
-def kl_budget(quality: str) -> float | None:
-    """The nats that a token may cost; None: lossless.
-
-    Raises:
-        ConfigError: it is neither `lossless` nor `kl=` and a positive number.
-    """
-    text = quality.strip().lower()
-    if text == LOSSLESS:
-        return None
-    match = _QUALITY.fullmatch(text)
-    nats = float(match["nats"]) if match is not None else 0.0
-    if match is None or not 0 < nats < math.inf:
-        raise ConfigError(f"quality '{quality}' is neither {LOSSLESS} nor a budget", _QUALITY_REMEDY)
-    return nats
-
-
-def chosen_policy(name_or_path: str, quality: str = LOSSLESS) -> PolicySettings:
-    """A policy with its quality budget; of the default one, `auto` until `topology.default_policy` has decided.
-
-    Raises:
-        ConfigError: as `load_policy` and `kl_budget`, or the policy has another rule for misses than `auto`.
-    """
-    name = AUTO if name_or_path == DEFAULT_POLICY else name_or_path
-    policy, nats = _policy(name, (DEFAULT_POLICY,)), kl_budget(quality)
-    if nats is None:
-        return policy
-    if policy.placement.kind != AUTO or policy.reroutes:
-        raise ConfigError(
-            f"--quality {quality} is for the policy {AUTO}, and this one is {policy.name}",
-            f"pass --policy {AUTO}, or leave --quality out",
-        )
-    section = {"kind": "quality", "kl": nats}
-    values = policy.model_dump(mode="json") | {"name": f"{policy.name} kl={nats:g}", "lossless": False}
-    return PolicySettings(**values | {"routing": section})
+def chosen_policy(name_or_path: str) -> PolicySettings:
+    """A policy; of the default one, `auto` until `topology.default_policy` has decided. Raises as `load_policy`."""
+    return _policy(AUTO if name_or_path == DEFAULT_POLICY else name_or_path, (DEFAULT_POLICY,))
 
 
 def load_hardware(hardware: str | Mapping[str, Any]) -> NdpProfile:
@@ -458,7 +420,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             local Ray for one that is joined.
         BudgetError: budget malformed, or too small for the policy.
     """
-    policy, budget = chosen_policy(config.policy, config.quality), _budget(config)
+    policy, budget = chosen_policy(config.policy), _budget(config)
     _check_budget_share(policy, budget, config.cluster.shards)
     _check_ray(config, policy)
     resolved = {"threads": config.ndp_threads, "hardware": asdict(load_hardware(config.ndp.hardware))}

@@ -114,20 +114,12 @@ def budget_top_k(ids: numpy.typing.NDArray[numpy.int64], weights: numpy.typing.N
     The number of dropped pairs. Raises ValueError: no such expert, or other pairs.
     """
 
-def lowest_products(a: numpy.typing.NDArray[numpy.float64], b: numpy.typing.NDArray[numpy.float64], stamps: numpy.typing.NDArray[numpy.int64], present: numpy.typing.NDArray[numpy.uint8 | numpy.bool], count: int) -> list[int]:
-    """
-    The first `count` present keys by rising a * b, then stamp, then key. Raises ValueError: lengths differ.
-    """
-
 def expect_map(probabilities: numpy.typing.NDArray[numpy.float64], keys: numpy.typing.NDArray[numpy.int32], priorities: numpy.typing.NDArray[numpy.float32], now: int, experts: int, told: numpy.typing.NDArray[numpy.int64]) -> None:
     """
     Sets the probabilities of those keys that there are; what is told of their layers [L] changes.
 
     Raises ValueError: lengths differ.
     """
-
-def read_bytes(address: int, size: int) -> int:
-    """Reads a buffer once, as fast as one thread can."""
 
 def instruction_sets() -> tuple[str, ...]:
     """

@@ -1,5 +1,5 @@
 """
-Launches of compiled Triton kernels from native code (kernels/triton/launch.cpp).
+Launches of compiled Triton kernels from native code (kernels/triton/launch_module.cpp).
 """
 
 from collections.abc import Sequence
@@ -7,16 +7,6 @@ from typing import Any
 
 from typing_extensions import CapsuleType
 
-
-def nothing() -> int:
-    """
-    The address of a function in the place of a driver's that launches nothing but copies and reads.
-    """
-
-def remember(on: bool) -> None:
-    """
-    Whether that function computes the scores of an input and a router once, as long as both stay where they are.
-    """
 
 class Driver:
     """

@@ -221,7 +221,7 @@ class PlainTables(Tables):
         dtype = torch.int32 if isinstance(table, list) else None
         return torch.tensor(table, dtype=dtype, device=self._device)
 
-    # what `launch.cpp` calls
+    # what `layer_launches.hpp` calls
 
     def turned(self, left: int, entered: int) -> None: ...
 

@@ -213,7 +213,7 @@ def _artifacts(header: TraceHeader) -> PolicyArtifacts:
     products = Outputs(norms * (rng.integers(0, 64, counts.shape) / 64), norms)
     entropies = np.ones((layers, len(TEMPERATURES), BINS))
     profile = ExpertProfile(counts.sum(axis=2), counts, counts, entropies, products)
-    return PolicyArtifacts(profile=profile, sensitivity=(1.0,) * layers)
+    return PolicyArtifacts(profile=profile)
 
 
 def _predictors(header: TraceHeader, prefetch: Any) -> list[Predictor] | None:

@@ -36,11 +36,9 @@ from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, NdpSettings
 from tiermoe.actors.store.artifacts import (
     GATES_NAME,
-    SENSITIVITY_NAME,
     PredictorsOf,
     encode_gates,
     encode_predictors,
-    encode_sensitivity,
     map_shape,
     predictors_file,
 )
@@ -70,7 +68,7 @@ NDP = ("ndp_recomputed", "ndp_modelled_s")
 
 
 def golden_store(folder: Path, widths: Sequence[int]) -> ExpertStore:
-    """The default model's store with handmade gates, predictors, profile and sensitivities, and replicas of `widths`.
+    """The default model's store with handmade gates, predictors and profile, and replicas of `widths`.
 
     Replicas take most of a minute to make.
     """
@@ -94,7 +92,6 @@ def golden_store(folder: Path, widths: Sequence[int]) -> ExpertStore:
     ]
     of = PredictorsOf(model_fingerprint(manifest), layers, experts, stride)
     (path / predictors_file(stride)).write_bytes(encode_predictors(predictors, of))
-    (path / SENSITIVITY_NAME).write_bytes(encode_sensitivity((1.0,) * layers, manifest, 100))
     add_random_profile(path, TOP_K, outputs=True)
     if widths:
         text = folder / "text.txt"

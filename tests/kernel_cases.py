@@ -8,20 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from buddymoe_reference import Substituted, token_entropy
 from numpy.typing import NDArray
 from torch import nn
 
-from tiermoe.actors.policies.buddymoe.substitution import (
-    Buddies,
-    Substituted,
-    SubstitutionOptions,
-    reach,
-    replaceable,
-    token_entropy,
-)
+from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions, reach
 from tiermoe.kernels.expert_ffn import Group, Operands
 from tiermoe.kernels.pack import PackedShape, Quantized, pack_expert, tiles
-from tiermoe.kernels.substitute import BuddyTensors, ReplacedArrays, ReplacedTensors
+from tiermoe.kernels.substitute import Replaced, replaceable
 
 ACTIVATIONS = {
     "silu": nn.functional.silu,
@@ -244,15 +238,10 @@ OPTIONS = {
 }
 
 
-def assert_same(found: ReplacedArrays | ReplacedTensors, expected: Substituted) -> None:
-    np.testing.assert_array_equal(np.asarray(found.ids), expected.ids)
-    np.testing.assert_array_equal(np.asarray(found.weights).view(np.int32), expected.weights.view(np.int32))
+def assert_same(found: Replaced, expected: Substituted) -> None:
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(found.weights.view(np.int32), expected.weights.view(np.int32))
     assert (found.substituted, found.dropped) == (expected.substituted, expected.dropped)
-
-
-def on_tensors(arguments: Arguments) -> tuple:
-    *arrays, buddies = arguments
-    return (*(torch.from_numpy(a) for a in arrays), BuddyTensors.of(buddies))
 
 
 def taus(name: str, arguments: Arguments) -> list[float | None]:

@@ -15,7 +15,7 @@ from cache_rigs import EXPERTS, KEYS, LAYERS, NEURONS, SHAPE
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
-from tiermoe.actors.engine.cache.native_order import SplitOrder
+from tiermoe.actors.engine.cache.native_order import SplitOrder, fast_eviction
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.host_view import Asked, HostViews
@@ -33,7 +33,7 @@ from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, RandomPrefetch
-from tiermoe.actors.policies.registry import PolicyContext, make, options
+from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
@@ -105,9 +105,8 @@ class Stack:
         hooks: Callable[[ExpertCache], Hooks] | None = None, native: bool = True, writeback: bool = False,
         **context: Any,
     ) -> None:  # fmt: skip
-        made = make("eviction", options("eviction", policy), PolicyContext(LAYERS, EXPERTS, **context))
-        if not native:  # of a class that native code does not know
-            made.__class__ = type("InPython", (type(made),), {})
+        given = options("eviction", policy), PolicyContext(LAYERS, EXPERTS, **context)
+        made = fast_eviction(*given, split=False, low_bit=False, native=native)
         self._begin(slots, made, gbps, min_useful, writeback=writeback)
         self.ahead: Any = Ahead(self.cache)
         self._attach(Hooks(ahead=(self.ahead,)) if hooks is None else hooks(self.cache), native)
@@ -284,13 +283,13 @@ def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Te
 TOP = 3  # of the routings that rules change
 
 
-def active(drops: Any) -> Callable[[ExpertCache], Hooks]:
+def active() -> Callable[[ExpertCache], Hooks]:
     """ActiveEvict's hooks, by random routers."""
     generator = torch.Generator().manual_seed(4)
     routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
 
     def hooks(cache: ExpertCache) -> Hooks:
-        rule, blocks = BudgetAwareTopK(drops=drops), [SimpleNamespace(router=None)] * LAYERS
+        rule, blocks = BudgetAwareTopK(), [SimpleNamespace(router=None)] * LAYERS
         ahead = PreEvicting(
             PreEviction(TOP), cache, LAYERS, EXPERTS, lambda layer, view: view.scores(Asked(routers[layer], False)),
             routers,

@@ -26,7 +26,6 @@ from ..store.format import ExpertShape, Published
 from ..store.replicas import ReplicaTables
 from .cache.allocate import make_cache, slot_nbytes
 from .cache.device import Device
-from .cache.form_slots import kernels_of
 from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
 from .cache.slots import ExpertSource
 from .dispatch import DeviceBackend
@@ -42,6 +41,7 @@ from .make_policies import (
     scores_asked,
     unasked_layers,
 )
+from .model.form_kernels import kernels_of
 from .model.kernels import SteppedKernel, expert_seconds
 from .model.model import MoeBlock, attach, detach
 from .native_layer import NativeLayer, NativeLayers
@@ -240,7 +240,6 @@ class ExpertEngine:
             yield self._begin_prefetching
         if rule is not None:
             yield lambda sequences: report_link_speed(rule, self.cache)
-            yield lambda sequences: rule.begin_forward(sequences, self._placer.miss_costs)
         if ahead is not None:
             yield lambda sequences: ahead.begin_forward(last_rows(sequences))
 
@@ -260,8 +259,6 @@ class ExpertEngine:
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
         self._placer.end_sequence(name)
-        if self._rule is not None:
-            self._rule.end_sequence(name)
         self.timeline.end("token")
         if self.prefetching is not None:
             self.prefetching.end_sequence(name)
@@ -344,7 +341,7 @@ class ExpertEngine:
         if isinstance(self._placer, AutoPlacer) and not self._placer.may_prefetch:
             return None
         policy = make_policy(
-            settings.policy, blocks, self.experts, self.top_k, self.cache.policy, self.matcher, self.shards,
+            settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
             predictors,
         )  # fmt: skip
         if policy is None:
@@ -382,7 +379,6 @@ class ExpertEngine:
         """The counters so far; the record is live."""
         self.cache.live_stats()
         self._stats.matcher = None if self.matcher is None else self.matcher.report()
-        self._stats.quality = None if self._rule is None else self._rule.report()
         self._stats.policy_s = dict(METER.spent_s)
         return self._stats
 
@@ -394,8 +390,6 @@ class ExpertEngine:
         """Zero the counters and the timeline; residency stays."""
         if self.matcher is not None:
             self.matcher.reset()
-        if self._rule is not None:
-            self._rule.reset()
         self.cache.reset_stats()
         METER.reset()
         self.timeline.clear()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from ...kernels.expert_ffn import ExpertKernel
     from ..core import _core
-    from ..policies.routing import MissCosts, SequenceRows
+    from ..policies.routing import SequenceRows
     from .native_layer import Budget, CpuLayer, NativeLayer, ReleaseAhead, Replace, RoutersAhead
     from .peers.remote import RemoteCall
 
@@ -169,14 +169,12 @@ class Placer:
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
         hooks: what it adds to each layer's step; those ahead only where it plans.
-        miss_costs: what misses are expected to take; None: nothing is expected.
     """
 
     may_be_local = local = True
     hot_per_layer: int | None = None
     hooks: Hooks = Hooks()
     keep: frozenset[int] = NO_KEYS
-    miss_costs: MissCosts | None = None
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache = cache

@@ -10,9 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
-from ...kernels.importance import NativeBudget
 from ...kernels.router import LinearRouter
-from ...kernels.substitute import replaceable_arrays, substitute_arrays
 from ..policies.baselines import Predictor
 from ..policies.eviction import EvictionPolicy
 from ..policies.fmoe import BlendPrefetch
@@ -60,10 +58,8 @@ def make_rerouting(
         ConfigError: an artifact of `tiermoe prepare` is missing, or of another model.
     """
     context = PolicyContext(
-        layers, experts, renormalise=normalised, sensitivity=artifacts.sensitivity, losses=artifacts.losses,
-        profile=artifacts.profile, expert_bytes=expert_bytes, gpus=gpus, replaceable=replaceable_arrays,
-        substitute=substitute_arrays, budget=NativeBudget(),
-    )  # fmt: skip
+        layers, experts, renormalise=normalised, profile=artifacts.profile, expert_bytes=expert_bytes, gpus=gpus
+    )
     with _configured(policy):
         rule: Rerouting | None = make("routing", policy.routing, context)
         return make("on_miss", policy.on_miss, context) if rule is None else rule

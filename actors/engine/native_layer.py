@@ -71,7 +71,7 @@ class ReleaseAhead:
     """Slots that are freed for the next layer (`policies.activeevict.PreEviction`) by its router's scores.
 
     own: of the first layer, there. asked: of the next layer; None: at the last. threshold, most: of the rule. state:
-    `kernels.importance.NativeImportance.handle`. first: what the first layer's router says of the next forward's.
+    `kernels.importance.ImportanceState.handle`. first: what the first layer's router says of the next forward's.
     """
 
     own: Asked | None

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import _core
-from ..policies.activeevict import ImportanceEviction, PreEviction, predicted_distribution
+from ..policies.activeevict import ImportanceEviction, PreEviction
 from .cache.cache import ExpertCache
 from .host_view import Asked
 
@@ -43,7 +43,7 @@ class PreEvicting:
     ) -> None:  # fmt: skip
         self._routers = routers
         self._decide, self._cache, self._layers, self._experts, self._score = decide, cache, layers, experts, score
-        self._importance = cache.policy.state if isinstance(cache.policy, ImportanceEviction) else None
+        self._importance = cache.eviction.state if isinstance(cache.eviction, ImportanceEviction) else None
         self._first = _core.FirstScores()  # logits of the first layer, one row a sequence
 
     def begin_forward(self, last_rows: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class PreEvicting:
         """Free the release target of a layer, in the order of an eviction that knows no prediction."""
         residency, first = self._cache.residency, layer * self._experts
         held = residency.occupied(first, first + self._experts)
-        slots = self._decide.slots(logits, predicted_distribution(logits), held)
+        slots = self._decide.slots(logits, held)
         if slots > residency.free_slots:
             self._cache.vacate(slots, layer)
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..policies.prefetch_trials import TrialResult
-from ..policies.quality import QualityReport
 
 if TYPE_CHECKING:
     from ...proto.messages import ExpertResult
@@ -206,7 +205,6 @@ class EngineStats:
     configurator: ConfiguratorStats | None = None  # None: the split is fixed
     shared: SharedMemoryStats | None = None  # None: the KV cache has memory of its own
     planner: PlannerStats | None = None  # None: another placement than auto
-    quality: QualityReport | None = None  # None: no quality budget
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
     ndp_losses: int = 0  # connections lost

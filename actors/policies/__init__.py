@@ -8,10 +8,8 @@ cost and sharding; the papers' baselines in baselines. All policies register the
 
 from . import (  # noqa: F401
     activeevict,
-    adapmoe,
     baselines,
     buddymoe,
-    cache_conditional,
     context_ndp,
     fmoe,
     hobbit,

@@ -1,6 +1,6 @@
 """Order of eviction: the cache owns slots, pins and bytes, an eviction policy decides which expert leaves first.
 
-Here: LRU, LFU, random, Least-Stale and Belady's optimum. The policy of a paper is in the paper's file; `slot_classes`
+Here: LRU, LFU, random and Belady's optimum. The policy of a paper is in the paper's file; `slot_classes`
 has the orders of caches with several classes of slots.
 """
 
@@ -132,35 +132,6 @@ class EvictionPolicy(ABC):
 def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int], bool]) -> list[int]:
     """The first `count` keys of an order for which `evictable` holds; scans no further than needed."""
     return list(islice(filter(evictable, order), max(0, count)))
-
-
-_LOOKED = 16  # keys that an eviction sorts beyond those that it needs: some are pinned or kept
-
-
-def lowest_evictable(lowest: Callable[[int], list[int]], count: int, evictable: Callable[[int], bool]) -> list[int]:
-    """`first_evictable` of an order of which `lowest` gives the first n keys."""
-    if count <= 0:  # as asked wherever slots are free: no reason to sort
-        return []
-    looked = count + _LOOKED
-    while True:
-        order = lowest(looked)
-        found = first_evictable(order, count, evictable)
-        if len(found) == count or len(order) < looked:
-            return found
-        looked *= 4
-
-
-def lowest_values(
-    values: NDArray[np.float64], stamps: NDArray[np.int64], present: NDArray[np.bool_], count: int
-) -> list[int]:
-    """The first `count` present keys by rising value, then rising stamp, then key; all arrays by key."""
-    keys = present.nonzero()[0]
-    of_keys = values[keys]
-    if count < len(keys):
-        chosen = of_keys <= np.partition(of_keys, count)[count]
-        keys, of_keys = keys[chosen], of_keys[chosen]
-    found: list[int] = keys[np.lexsort((stamps[keys], of_keys))[:count]].tolist()
-    return found
 
 
 @register("eviction", "lru")
@@ -497,46 +468,6 @@ class SortedEviction(EvictionPolicy):
         if self._order is None:
             self._order = self._sorted(self._resident.nonzero()[0]).tolist()
         return first_evictable(self._order, count, evictable)
-
-
-@register("eviction", "least-stale")
-class LeastStale(SortedEviction):
-    """Least-Stale of SpecMD (arXiv 2602.03921): temporal and spatial locality.
-
-    An expert is fresh if the current forward used it or admitted it for one of its layers, else stale. An expert of
-    layer l can be needed again after (l - l_now - 1) mod L other layers, l_now the layer whose routing is known. LRU
-    evicts what the previous forward used in the coming layers, which is needed soonest (the paper's collision misses).
-
-    Rule: stale before fresh; then the layer that runs again last; then least recently used; then by key. This is our
-    reading of the paper's abstract and summary; the order in its code may differ.
-
-    State and cost: as `SortedEviction`, and the time at which the current forward began.
-    """
-
-    @classmethod
-    def make(cls, options: Any, context: PolicyContext) -> LeastStale:
-        return cls(context.layers, context.experts)
-
-    def __init__(self, layers: int, experts: int) -> None:
-        super().__init__(layers, experts)
-        self._layers, self._layer = layers, np.arange(layers * experts) // experts
-        self._began, self._now = 0, -1
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        if not keys:
-            return
-        layer = int(self._layer[keys[0]])
-        if layer <= self._now:
-            self._began = self._clock
-        self._now, self._order = layer, None
-
-    def ranked(self, keys: Sequence[int]) -> list[int]:
-        found: list[int] = self._sorted(np.array(keys, np.int64))[::-1].tolist()
-        return found
-
-    def _sorted(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        until = (self._layer[keys] - self._now - 1) % self._layers  # layers in between
-        return keys[np.lexsort((keys, self._stamp[keys], -until, self._stamp[keys] > self._began))]
 
 
 class Belady(EvictionPolicy):

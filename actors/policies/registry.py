@@ -24,8 +24,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
@@ -52,7 +50,7 @@ class PolicyOptions(Settings):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Artifacts of `tiermoe prepare` that it needs: of gates, losses, predictors, profile and sensitivity."""
+        """Artifacts of `tiermoe prepare` that it needs: of gates, predictors and profile."""
         return frozenset()
 
     def check(self, policy: PolicySettings) -> None:
@@ -70,13 +68,8 @@ class PolicyContext:
         seed: of policies that draw.
         eviction: the cache's policy, which prefetch may inform of its predictions; None: no cache.
         map_capacity: C, of expert maps that are searched where the policy runs.
-        predictors, sensitivity, losses, profile: of `tiermoe prepare`, see `StridePrefetch`, `AdaptiveGating`,
-            `LossTable`, `ExpertProfile`.
+        predictors, profile: of `tiermoe prepare`, see `StridePrefetch`, `ExpertProfile`.
         expert_bytes: of one expert. gpus: that share the experts.
-        replaceable, substitute: implementations for `MissRule`; None: those in NumPy.
-        importance: makes the state of `ImportanceEviction`; None: in NumPy.
-        budget: `BudgetDrops` of `BudgetAwareTopK`; None: in NumPy.
-        lowest, expect_map: of `ExpertMapEviction`; None: in NumPy.
     """
 
     layers: int
@@ -89,17 +82,9 @@ class PolicyContext:
     eviction: object | None = None
     map_capacity: int = 1000
     predictors: Any = None
-    sensitivity: Any = None
-    losses: Any = None
     profile: Any = None
     expert_bytes: int = 1
     gpus: int = 1
-    replaceable: Callable[..., NDArray[np.bool_]] | None = None
-    substitute: Callable[..., Any] | None = None
-    importance: Callable[..., Any] | None = None
-    budget: Any = None
-    lowest: Callable[..., list[int]] | None = None
-    expect_map: Callable[..., None] | None = None
 
 
 class NotPrepared(ValueError):

@@ -85,23 +85,6 @@ def take_ended(over: deque[str], sequences: Sequence[SequenceRows]) -> list[str]
     return [name for name in names if name not in carried]
 
 
-class MissCosts(NamedTuple):
-    """What a planner expects of misses. copy_s: a load. near_s: one computed by all near-data workers together,
-    infinite where there are none. message_s: to them and back.
-    """
-
-    copy_s: float
-    near_s: float
-    message_s: float
-
-    def seconds(self, misses: int) -> float:
-        """Expected seconds of some misses of one layer, shared between link and near data so that both end together."""
-        if self.near_s == float("inf"):
-            return misses * self.copy_s
-        loads = (self.message_s + misses * self.near_s) / (self.copy_s + self.near_s)
-        return self.copy_s * min(float(misses), loads)
-
-
 @dataclass(frozen=True, slots=True)
 class Rerouted:
     """A layer's routing as it is carried out.
@@ -122,10 +105,6 @@ class RoutingOptions(PolicyOptions):
     kind: str = "exact"
     min_top_k: int = Field(default=1, ge=1, description="with budget-aware: least experts that a token keeps")
 
-    @property
-    def planned(self) -> bool:
-        """Whether it goes with a placement that decides about misses."""
-        return False
 
 
 @register("on_miss", "load")
@@ -205,22 +184,6 @@ class Rerouting(ABC):
         """Measured link speed, for rules that adapt to it."""
         return None
 
-    def begin_forward(self, sequences: Sequence[SequenceRows], costs: MissCosts | None) -> None:
-        """The next forward carries these rows. costs: of misses; None: nobody plans them."""
-        return None
-
-    def end_sequence(self, name: str) -> None:
-        """A request is over; from any thread."""
-        return None
-
-    def report(self) -> Any:
-        """What it counts beside substitutes and drops, as a dataclass; None: nothing. From any thread."""
-        return None
-
-    def reset(self) -> None:
-        """Zero what `report` counts."""
-        return None
-
     def keeps(self, ids: Ids, view: RerouteView) -> bool:
         """Whether it is known without weights and probabilities that `reroute` changes neither this routing nor the
         rule; then it need not be asked.
@@ -260,24 +223,3 @@ def drop_pairs(ids: Ids, weights: Weights, dropped: NDArray[np.bool_], renormali
         kept = (kept * scale).astype(np.float32)
     ids = np.where(dropped, np.take_along_axis(ids, heaviest, axis=1), ids)
     return Rerouted(ids, kept, dropped=int(np.count_nonzero(dropped)))
-
-
-def drop_places(ids: Ids, weights: Weights, gone: Sequence[int], renormalise: bool) -> Rerouted:
-    """`drop_pairs` for some places of a single token, equal to the last bit and faster: ids [1, K], weights [1, K].
-
-    Raises:
-        ValueError: the token would keep no expert.
-    """
-    picked, row = ids[0].tolist(), weights[0].tolist()
-    kept = [0.0 if place in gone else weight for place, weight in enumerate(row)]
-    staying = [place for place in range(len(row)) if place not in gone]
-    if not staying:
-        raise ValueError("a token keeps at least one expert")
-    left = sum(kept)
-    if renormalise and left:
-        scale = sum(row) / left
-        kept = [weight * scale for weight in kept]
-    heaviest = picked[max(staying, key=row.__getitem__)]
-    for place in gone:
-        picked[place] = heaviest
-    return Rerouted(np.array([picked], np.int64), np.array([kept], np.float32), dropped=len(gone))

@@ -5,8 +5,6 @@ remedy is the command that makes it.
 
     gates.safetensors             I.weight [E, H], I.bias [E] of layers 0..L-2; float32
     predictors-STRIDE.safetensors I.mean, I.scale, I.b2 [E], I.w1 [E, D], I.b1 [D], I.w2 [D, E]; float32
-    sensitivity.safetensors       sensitivity [L]; float64
-    losses.safetensors            nats of each lossy action, substitute, narrow and drop [L]; float64
     profile.json                  the source of the profile, and the arrays' file with its length and SHA-256
     profile-DIGEST.safetensors    activations [L, E], binary, weighted [L, E, E], entropies [L, 5, 1024]; of text also
                                   dots, norms [L, E, E]; float32
@@ -38,7 +36,6 @@ from ...errors import StoreError, TierMoeError, TraceError, reason
 from ..policies.baselines import Predictor, PreGate
 from ..policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from ..policies.fmoe.maps import checked_arrays
-from ..policies.quality import ACTIONS, LossTable
 from ..policy_settings import PolicySettings
 from .format import Bytes, ChecksummedManifest, Count, FileRecord, Manifest, Record, Sha256, model_fingerprint
 
@@ -46,8 +43,6 @@ Arrays = dict[str, NDArray[Any]]
 Shape = tuple[int, ...]
 
 GATES_NAME = "gates.safetensors"
-SENSITIVITY_NAME = "sensitivity.safetensors"
-LOSSES_NAME = "losses.safetensors"
 
 
 @dataclass(frozen=True)
@@ -91,8 +86,6 @@ class Artifact:
 
 
 _GATES = Artifact("gates", "train them with `tiermoe prepare MODEL --gates TEXT`")
-_LOSSES = Artifact("losses of lossy actions", "measure them with `tiermoe prepare MODEL --losses TEXT`")
-_SENSITIVITY = Artifact("sensitivities", "measure it with `tiermoe prepare MODEL --sensitivity TEXT`")
 
 
 def encode_tensors(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -135,52 +128,6 @@ def gates_of(store: Path, manifest: Manifest) -> tuple[PreGate, ...]:
     arrays = _GATES.read_of(path, manifest)
     shapes: dict[str, Shape] = {"weight": (experts.num_experts, experts.hidden), "bias": (experts.num_experts,)}
     return tuple(PreGate(**_GATES.layer(path, arrays, i, shapes)) for i in range(len(manifest.layers) - 1))
-
-
-def encode_sensitivity(sensitivity: Sequence[float], manifest: Manifest, tokens: int, sha256: str = "") -> bytes:
-    """The sensitivities [L] as a file; tokens, sha256: of the calibration text."""
-    arrays = {"sensitivity": np.array(sensitivity, np.float64)}
-    return _SENSITIVITY.encode(arrays, _tag(manifest, tokens, sha256))
-
-
-def sensitivity_of(store: Path, manifest: Manifest) -> tuple[float, ...]:
-    """Sensitivity of each layer, in nats per squared dropped weight; see `AdaptiveGating`.
-
-    Raises:
-        StoreError: the file is missing, malformed, not finite, negative, or of another model.
-    """
-    path = store / SENSITIVITY_NAME
-    found = _SENSITIVITY.read_of(path, manifest).get("sensitivity")
-    if found is None or found.dtype != np.float64 or found.shape != (len(manifest.layers),):
-        raise _SENSITIVITY.refused(f"'{path}' has not one number for each of {len(manifest.layers)} layers")
-    if not (np.isfinite(found).all() and (found >= 0).all()):
-        raise _SENSITIVITY.refused(f"'{path}': a sensitivity is negative or not finite")
-    return tuple(found.tolist())
-
-
-def encode_losses(table: LossTable, manifest: Manifest, tokens: int, sha256: str = "") -> bytes:
-    """The measured losses as a file; tokens, sha256: of the calibration text."""
-    arrays = {name: np.asarray(of, np.float64) for name, of in table.nats.items()}
-    return _LOSSES.encode(arrays, _tag(manifest, tokens, sha256))
-
-
-def losses_of(store: Path, manifest: Manifest) -> LossTable:
-    """The measured losses in a store's folder.
-
-    Raises:
-        StoreError: the file is missing, malformed, not finite, negative, or of another model.
-    """
-    path, layers = store / LOSSES_NAME, len(manifest.layers)
-    found = _LOSSES.read_of(path, manifest)
-    if set(found) != set(ACTIONS):
-        have, wanted = ", ".join(sorted(found)) or "nothing", ", ".join(ACTIONS)
-        raise _LOSSES.refused(f"'{path}' has losses of {have}, not of {wanted}")
-    for name, of in found.items():
-        if of.dtype != np.float64 or of.shape != (layers,):
-            raise _LOSSES.refused(f"'{path}' has not one number of {name} for each of {layers} layers")
-        if not (np.isfinite(of).all() and (of >= 0).all()):
-            raise _LOSSES.refused(f"'{path}': a loss of {name} is negative or not finite")
-    return LossTable(found)
 
 
 @dataclass(frozen=True)
@@ -402,20 +349,17 @@ def _problem(arrays: Arrays, shapes: Mapping[str, Shape]) -> str | None:
 class PolicyArtifacts:
     """The artifacts that a policy reads; None: not needed.
 
-    sensitivity: of each MoE layer (`AdaptiveGating`). gates: of layers 0..L-2 (`PreGatedPrefetch`). profile: for
-    buddies and thresholds. losses: of lossy actions (`QualityBudget`).
+    gates: of layers 0..L-2 (`PreGatedPrefetch`). profile: for buddies and thresholds.
     """
 
-    sensitivity: tuple[float, ...] | None = None
     gates: tuple[PreGate, ...] | None = None
     profile: ExpertProfile | None = None
-    losses: LossTable | None = None
 
 
 # by need of a policy (`PolicySettings.needs`); `predictors`, of a stride, are read by who makes the prefetch policy
 READERS: Mapping[str, Callable[[Path, Manifest], Any]] = {
-    "sensitivity": sensitivity_of, "gates": gates_of, "profile": read_profile, "losses": losses_of,
-}  # fmt: skip
+    "gates": gates_of, "profile": read_profile,
+}
 
 
 def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifest) -> PolicyArtifacts:

@@ -61,7 +61,7 @@ class Part:
 PARTS = (
     Part("machine", 25, "transfers.machine"), Part("loads", 25, "transfers.loads"), Part("tests", 110, "checks.run"),
     Part("host", 60, "decode.host"), Part("served", 40, "served.run"), Part("qwen", 75), Part("qwen3", 60),
-    Part("mixtral", 40), Part("deepseek", 30), Part("resident", 20, "resident.run"), Part("ndp", 15, "near_data.run"),
+    Part("mixtral", 40), Part("deepseek", 30), Part("ndp", 15, "near_data.run"),
 )  # fmt: skip
 TOTAL_S, TOY_S = 500.0, 500.0
 BUILD_S = 30.0  # of the build before it; what it takes beyond that is the parts' loss

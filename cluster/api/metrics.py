@@ -269,26 +269,6 @@ class RuntimeCounters(Collector):
                     "tiermoe_planner_error_ratio", "Predicted against measured time of a layer, mean difference.",
                     planner["error"],
                 )  # fmt: skip
-            if (quality := stats.get("quality")) is not None:
-                yield GaugeMetricFamily(
-                    "tiermoe_quality_budget_nats", "KL divergence that a token may cost.", quality["budget"]
-                )
-                charged = GaugeMetricFamily(
-                    "tiermoe_quality_charged_nats", "KL divergence charged a token: mean, and request with most.",
-                    labels=["of"],
-                )  # fmt: skip
-                charged.add_metric(["mean"], quality["kl"])
-                charged.add_metric(["most"], quality["kl_most"])
-                yield charged
-                changed = CounterMetricFamily(
-                    "tiermoe_quality_actions", "(token, expert) pairs that a quality budget changed.", labels=["action"]
-                )
-                for action in ("substituted", "narrowed", "dropped"):
-                    changed.add_metric([action], quality[action])
-                yield changed
-                yield CounterMetricFamily(
-                    "tiermoe_quality_misses_avoided", "Misses that a quality budget avoided.", quality["avoided"]
-                )
             loaded = CounterMetricFamily(
                 "tiermoe_expert_bytes_loaded", "Expert bytes brought to the device.", labels=["cause"]
             )

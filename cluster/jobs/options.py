@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..deploy import Deployment
 
 RUNTIME = (
-    "model", "policy", "quality", "budget", "device", "dtype", "threads", "store", "cache_dir", "kv.tokens",
+    "model", "policy", "budget", "device", "dtype", "threads", "store", "cache_dir", "kv.tokens",
     "kv.max_model_len", "kv.max_num_seqs", "cluster.host_memory", "cluster.shards", "cluster.ndp_workers",
     "cluster.channel_tls", "ndp.threads", "link.gbps", "link.latency_us", "ndp.hardware", "ndp.pace",
 )  # fmt: skip
@@ -94,7 +94,6 @@ Policy = Annotated[  # of commands whose default is not a run's
         rich_help_panel=_panel(RunConfig, RunConfig.model_fields["policy"]),
     ),
 ]
-Quality = Annotated[str, option_of(RunConfig, "quality")]
 Budget = Annotated[str | None, option_of(RunConfig, "budget")]
 Threads = Annotated[int, typer.Option(help="CPU threads of the worker.", rich_help_panel=RunConfig.panel)]
 

@@ -133,7 +133,7 @@ def plan(
 
 
 @with_options(
-    "model", "policy", "quality", "budget", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
+    "model", "policy", "budget", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
     "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(

@@ -35,7 +35,7 @@ def predict_by_trace(
         BudgetError: the budget holds no expert.
     """
     header = trace.header
-    settings = chosen_policy(config.policy, config.quality)
+    settings = chosen_policy(config.policy)
     require_replayable(settings)
     _require_same(header, facts)
     policy, note = costs.of_policy(settings.name)

@@ -146,15 +146,10 @@ def _ndp(ndp: Mapping[str, Any]) -> str:
 
 def _misses(plan: Mapping[str, Any]) -> str:
     """The choices of the planner of `auto`, and its measured costs."""
-    planner, routing = plan["planner"], plan.get("routing") or {}
-    first = ""
-    if routing.get("kind") == "quality":
-        first = f"avoided by {', '.join(routing['actions'])} within {routing['kl']:g} nats of KL a token, else "
+    planner = plan["planner"]
     if not plan["ndp"]:
-        return f"{first}all loaded, since no NDP worker computes: {seconds(planner['copy_s'])} an expert"
-    return (
-        f"{first}each loaded or computed near data, whichever ends the layer sooner: {planned_by(planner)} (measured)"
-    )
+        return f"all loaded, since no NDP worker computes: {seconds(planner['copy_s'])} an expert"
+    return f"each loaded or computed near data, whichever ends the layer sooner: {planned_by(planner)} (measured)"
 
 
 def _matcher(matcher: Mapping[str, Any]) -> str:

@@ -60,24 +60,11 @@ def _slow_policies(result: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _lost(result: Mapping[str, Any]) -> str:
     """What a lossy policy changed."""
-    if result.get("quality"):
-        return charged(result["quality"])
     parts = [
         f"{result['ndp_tokens']} pairs on NDP workers" if result["ndp_tokens"] else "",
         f"{result['substitutions']} substitutions", f"{result['dropped']} dropped",
     ]  # fmt: skip
     return ", ".join(part for part in parts if part)
-
-
-def charged(quality: Mapping[str, Any]) -> str:
-    """What a quality budget was spent on. quality: `policies.quality.QualityReport` as a dict."""
-    avoided, offered = quality["avoided"], quality["avoided"] + quality["paid"]
-    kinds = [("substituted", "substituted"), ("narrowed", "narrowed"), ("dropped", "dropped")]
-    by_kind = ", ".join(f"{quality[key]} {word}" for key, word in kinds if quality[key])
-    return (
-        f"{quality['kl']:.2g} nats of KL a token charged, {quality['kl_most']:.2g} in the worst request, of "
-        f"{quality['budget']:g}; {avoided} of {offered} misses avoided" + (f" ({by_kind} pairs)" if by_kind else "")
-    )
 
 
 def summary_table(result: Mapping[str, Any]) -> Facts:
@@ -97,7 +84,7 @@ def summary_table(result: Mapping[str, Any]) -> Facts:
         ("start-up", _startup(result)),
         _executor_row(result),
     ]  # fmt: skip
-    if not result["lossless"] and not result.get("quality"):
+    if not result["lossless"]:
         rows.append(("lossy", _lost(result)))
     return facts("Summary", rows)
 
@@ -209,7 +196,6 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
         ("link busy", f"{seconds(total['total_io_s'])}, compute blocked by it {seconds(total['blocked_io_s'])}"),
         *_writeback_rows(total),
         *planner_rows(total),
-        *([("quality budget", charged(total["quality"]))] if total.get("quality") else []),
         *(_ndp_rows(total) if plan.get("ndp") else []),
         ("expert memory", f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
                           f"{total['slots']} slots for {total['experts']} experts"),

@@ -24,14 +24,14 @@ def with_default_policy(
     if config.policy != DEFAULT_POLICY:
         return settings, ()
     name, why = _choice(config, facts.slot_bytes(compute_item_bytes(settings, gpu)), gpu)
-    policy = chosen_policy(name, config.quality)
+    policy = chosen_policy(name)
     return settings.model_copy(update={"policy": policy}), (f"the default policy is {policy.name} here: {why}",)
 
 
 def _choice(config: RunConfig, slot_bytes: int, gpu: bool) -> tuple[str, str]:
     """The name of a policy, and the reason."""
     if config.asks_for_auto:
-        return AUTO, "a quality budget or NDP workers are asked for"
+        return AUTO, "NDP workers are asked for"
     if gpu:
         return STEPPED, f"on a GPU, planning a layer of {AUTO} costs more than it saves"
     if config.link.gbps is None:

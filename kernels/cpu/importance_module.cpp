@@ -93,28 +93,6 @@ Keys release(const nb::capsule& state, std::int64_t seen_layer, const Ids& ids, 
     return {seen.order.begin(), seen.order.begin() + found};
 }
 
-Keys lowest_products(const Array<const double>& a, const Array<const double>& b, const Ids& stamps, const Flags& present,
-                     std::int64_t count) {
-    const std::int64_t n = present.size();
-    if (a.size() != n || b.size() != n || stamps.size() != n) refuse("arrays of as many keys are needed", n);
-    static thread_local Keys keys;
-    static thread_local std::vector<double> values;
-    keys.clear();
-    values.resize(static_cast<std::size_t>(n));
-    for (std::int64_t key = 0; key < n; ++key)
-        if (present[key]) {
-            values[key] = a[key] * b[key];
-            keys.push_back(key);
-        }
-    const auto found = std::max<std::int64_t>(0, std::min(count, static_cast<std::int64_t>(keys.size())));
-    const double* value = values.data();
-    const std::int64_t* stamp = stamps.data();
-    std::partial_sort(keys.begin(), keys.begin() + found, keys.end(), [=](auto x, auto y) {
-        return value[x] != value[y] ? value[x] < value[y] : stamp[x] != stamp[y] ? stamp[x] < stamp[y] : x < y;
-    });
-    return {keys.begin(), keys.begin() + found};
-}
-
 void expect_map(const Array<double>& probabilities, const Array<const std::int32_t>& keys, const Floats& priorities,
                 std::int64_t now, std::int64_t experts, const Array<std::int64_t>& told) {
     if (keys.size() != priorities.size() || experts < 1 || told.size() * experts < probabilities.size())
@@ -166,8 +144,6 @@ void bind_importance(nb::module_& m) {
           "Whether all missing experts of a routing fit. Raises ValueError: there is no such expert.");
     m.def("budget_top_k", &budget, "ids"_a, "weights"_a, "top_k"_a, "present"_a, "vacant"_a, "min_top_k"_a, "renormalise"_a,
           "ids_out"_a, "weights_out"_a, "The number of dropped pairs. Raises ValueError: no such expert, or other pairs.");
-    m.def("lowest_products", &lowest_products, "a"_a, "b"_a, "stamps"_a, "present"_a, "count"_a,
-          "The first `count` present keys by rising a * b, then stamp, then key. Raises ValueError: lengths differ.");
     m.def("expect_map", &expect_map, "probabilities"_a, "keys"_a, "priorities"_a, "now"_a, "experts"_a, "told"_a,
           "Sets the probabilities of those keys that there are; what is told of their layers [L] changes.\n\n"
           "Raises ValueError: lengths differ.");

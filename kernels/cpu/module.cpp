@@ -100,7 +100,6 @@ NB_MODULE(_cpu, m) {
     bind_decode(m);
     bind_dense(m);
     bind_importance(m);
-    bind_measure(m);
     bind_neurons(m);
     bind_pages(m);
     bind_ranks(m);

@@ -1,6 +1,6 @@
-// The order of eviction of `policies.eviction.Lru`, `SweepLru` and `Lfu`, `fmoe.ExpertMapEviction`,
-// `activeevict.ImportanceEviction` and `worth.WorthEviction`, whose decisions these are to the last expert: by rising value,
-// then by last use or admission. What the last three are told of predictions and worth is in the policies' arrays.
+// The order of eviction of `fmoe.ExpertMapEviction` and `activeevict.ImportanceEviction`, and that of `eviction.Lru`,
+// `SweepLru` and `Lfu` and of `worth.WorthEviction`, to the last expert: by rising value, then by last use or admission. What
+// maps, importance and worth are told of predictions is in the policies' arrays.
 #pragma once
 
 #include <cstdint>

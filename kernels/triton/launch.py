@@ -2,7 +2,7 @@
 
 `kernel[grid](...)` binds and specialises the arguments, looks the compiled kernel up and packs them, some 20 us of
 Python. A `Launch` keeps the compiled kernel for each combination of what Triton specialises (types, pointers that 16
-divides, integers), and calls the driver itself (`launch.cpp`). Triton's own launch is for the first of a combination,
+divides, integers), and calls the driver itself (`launch.hpp`). Triton's own launch is for the first of a combination,
 and for kernels that are interpreted or need more than an address: clusters, cooperative grids, scratch memory.
 
 Hooks of `triton.knobs.runtime` see the first launch only.
@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from .. import _launch
 from ..device import stream_of
 
-# how `launch.cpp` packs an argument, and the bytes of its parameter
+# how `launch.hpp` packs an argument, and the bytes of its parameter
 _PACKED = {"i32": (2, 4), "u32": (2, 4), "i64": (1, 8), "u64": (1, 8), "fp32": (3, 4), "f32": (3, 4)}
 _LEFT_OUT, _POINTER = (0, 0), (1, 8)
 _ENTRY = re.compile(r"\.entry\s+[\w$]+\s*\(([^)]*)\)([^{]*)\{")
@@ -37,7 +37,7 @@ def ceil_div(count: int, size: int) -> int:
 class Address(NamedTuple):
     """How the driver launches a compiled kernel.
 
-    packed: of each argument, as in `launch.cpp`. nulls: pointers after them to scratch memory that it does not use.
+    packed: of each argument, as in `launch.hpp`. nulls: pointers after them to scratch memory that it does not use.
     """
 
     threads: int
@@ -117,7 +117,7 @@ class Launch(_launch.Launch):
         super().__init__([i for i, p in enumerate(parameters) if p.do_not_specialize])
 
     def first(self, grid: tuple[int, int, int], *args: Any) -> tuple[Any, ...] | Callable[..., object]:
-        """The first launch of a combination. Returns what `launch.cpp` needs for others, or a function to call."""
+        """The first launch of a combination. Returns what `launch.hpp` needs for others, or a function to call."""
         compiled = self._kernel[grid](*args, **self._fixed)
         if isinstance(self._kernel, InterpretedFunction):
             return self._interpreted

@@ -13,9 +13,7 @@ from tiermoe.actors.engine import make_device as devices
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.split import Configurator
 from tiermoe.actors.policies.moepic.configure import Times
-from tiermoe.actors.store.artifacts import SENSITIVITY_NAME, encode_sensitivity
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare.measures import add_gates
@@ -33,11 +31,9 @@ def bare_store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
 
 @pytest.fixture(scope="session")
 def store(bare_store: ExpertStore, tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    """With equal sensitivities and a random profile."""
+    """With a random profile."""
     path = tmp_path_factory.mktemp("default") / "store"
     shutil.copytree(bare_store.describe().path, path)
-    manifest = read_manifest(path)
-    (path / SENSITIVITY_NAME).write_bytes(encode_sensitivity((1.0,) * len(manifest.layers), manifest, 100))
     add_random_profile(path, 4)
     return ExpertStore(str(path))
 

@@ -199,8 +199,8 @@ def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monk
     assert {row["policy"] for row in report.rows if row["section"] == "table"} == presets
     for row in report.rows:
         assert (row["written_back_mb"] > 0) == row["writes_back"]
-        assert row["lossless"] == (row["preset"] not in ("activeevict", "moe-apex"))
-        assert row["precision"] == row["recall"] == 1.0 or row["preset"].startswith("moe-")
+        assert row["lossless"] == (row["policy"] not in ("activeevict", "moe-apex"))
+        assert row["precision"] == row["recall"] == 1.0 or row["policy"].startswith("moe-")
     assert len(report.bars) == 2 * 3
     journal.discard()
     names = {"activeevict.md", "activeevict.json", "activeevict.png"}
@@ -214,12 +214,12 @@ def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monk
     assert emulated == [bar.name.replace(":", ", emulated:") for bar in report.bars]
     served = both.rows[len(report.rows) :]
     assert [row["preset"] for row in served[:7]] == [
-        "on-demand", "moe-offloading", "moe-apex", "activeevict-lossless", "activeevict", "moe-offloading", "moe-apex",
+        "on-demand", "moe-offloading", "hobbit", "activeevict-lossless", "activeevict", "moe-offloading", "hobbit",
     ]  # fmt: skip
     for row in served:
         assert row["link_gbps"] == report.rows[0]["link_gbps"]
         assert (row["written_back_mb"] > 0) == row["writes_back"]
-        assert row["precision"] == row["recall"] == 1.0 or row["preset"].startswith("moe-")
+        assert row["precision"] == row["recall"] == 1.0 or row["policy"].startswith("moe-")
         assert row["same_tokens"] == 1.0 or not row["lossless"]
         assert len(row["spread"]["blocking_ms"]["values"]) == len(row["replayed"]["blocking_ms"]) == 2
     on_demand = served[0]  # its bytes depend on the routing alone

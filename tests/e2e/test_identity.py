@@ -130,7 +130,6 @@ def _check_source(kind: str, stats: Any) -> None:
     [
         ("pre-gated", StoreError, "--gates TEXT"),
         ("buddymoe", StoreError, "--profile TEXT"),
-        ("adapmoe", StoreError, "--sensitivity TEXT"),
         ("hobbit", ConfigError, r"needs replicas of 4 bits, the store has none.*--bits 4"),
         ("promoe", TraceError, r"(?s)predictors-3\.safetensors.*tiermoe prepare MODEL --predictors TEXT --stride 3"),
     ],

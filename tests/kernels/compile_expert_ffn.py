@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tiermoe.kernels.expert_ffn import RowClass
-from tiermoe.kernels.triton import attention, expert_ffn, resolve, tables
+from tiermoe.kernels.triton import attention, expert_ffn, tables
 from tiermoe.kernels.triton.expert_ffn import PAD, Blocks, shapes_for
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -92,19 +92,6 @@ def compile_one(architecture: int, name: RowClass, candidate: int, dtype: str = 
         for products in range(3):
             values = {"PRODUCTS": products, "BLOCK": tables.BLOCK, "N": tables.SCORES, "K": tables._WIDTH}
             report("read", "", compiled(tables._read, types | {"H": "i32"}, values, architecture, one))
-        tall = {"hidden": x, "activations": x, "y": x, "addresses": "*i64", "top_k": "i32", "neurons": "i32"} | ints
-        for kernel, blocks, more in (
-            (resolve._gate_up_at, shape.gate_up, {"ACTIVATION": 0}), (resolve._down_at, shape.down, {}),
-        ):  # fmt: skip
-            kinds = {name: kind for name, kind in tall.items() if name in kernel.arg_names}
-            values = more | {"M": shape.M, "N": blocks.N, "K": blocks.K, "EVEN": True, "WIDEN": False}
-            report("gate_up" if more else "down", "by address", compiled(kernel, kinds, values, architecture, blocks))
-        loose = ("layer", "layers", "experts", "pairs", "entries")
-        types = dict.fromkeys(loose, "i32") | dict.fromkeys(("gate_up", "down", "up_bytes", "bytes"), "i64")
-        types |= {"ids": "*i64", "weights": "*fp32", "slot_of": "*i32", "ring_weights": "*fp32"}
-        types |= dict.fromkeys(("stamps", "step", "homes", "addresses", "ring"), "*i64")
-        values = {"PAIRS": 128, "WIDTH": 128, "HEAD": resolve.RING_HEAD}
-        report("resolve", "", compiled(resolve._resolve, types, values, architecture, one))
         arrays = dict.fromkeys(("query", "k_new", "v_new", "k_cache", "v_cache", "sinks"), x)
         types = arrays | {"index": "*i64"} | dict.fromkeys(("starts_q", "starts_k"), "*i32")
         types |= dict.fromkeys(("partial", "maxima", "sums"), "*fp32") | {"scale": "fp32"}

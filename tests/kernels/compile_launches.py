@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tiermoe.kernels.triton import expert_ffn, resolve, tables
+from tiermoe.kernels.triton import expert_ffn, tables
 from tiermoe.kernels.triton.expert_ffn import PAD
 from tiermoe.kernels.triton.launch import address_of
 
@@ -49,10 +49,6 @@ def main() -> None:
         ),
         "_down": found(expert_ffn._down, f"{x} *i64 {x} {x} *i32 i32 i32 i32", blocks),
         "_combine": found(expert_ffn._combine, f"{x} *fp32 {x} i32 i32", {"MOST": 8, "BLOCK": 1024}),
-        "_resolve": found(
-            resolve._resolve, "*i64 *fp32 *i32 *i64 *i64 *i64 *i64 *i64 *fp32 i32 i32 i32 i32 i32 i64 i64 i64 i64",
-            {"PAIRS": 128, "WIDTH": 128, "HEAD": resolve.RING_HEAD}, 1,
-        ),
     }))  # fmt: skip
 
 

@@ -227,7 +227,7 @@ def test_every_kernel_is_packed_as_triton_compiles_it(tmp_path: Path) -> None:
     assert found == {
         "_copy": [128, [1, 1, 2], 2], "_gate_up": [128, pointers + two, 2], "_down": [128, pointers + [2] * 3, 2],
         "_combine": [128, [1, 1, 1, 2, 2], 2], "_copy of one": [128, [1, 1, 0], 2],
-        "_resolve": [32, [1] * 9 + [2] * 5 + [1] * 4, 2], "_read": [128, [1] * 10 + [2] * 17, 2],
+        "_read": [128, [1] * 10 + [2] * 17, 2],
         "_read of one router": [128, [1] * 10 + [2] * 17, 2],
     }  # fmt: skip
 

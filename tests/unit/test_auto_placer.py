@@ -111,7 +111,7 @@ class Rig:
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         self.planner, self.pool = Scripted(), Pool()
         self.cache = ExpertCache(
-            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), WorthEviction(LAYERS, EXPERTS), self.stats,
+            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), NativeWorth(LAYERS, EXPERTS), self.stats,
             Timeline(False), memory=memory,
         )  # fmt: skip
         self.residency, order = self.cache.residency, self.cache.eviction

@@ -140,7 +140,7 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     names = group.list_commands(typer.Context(group))
     assert names == [
         "serve", "compare", "overhead", "host", "ttft", "turns", "scale", "prefetch", "default", "ndp", "fmoe",
-        "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "quality", "papers", "redraw", "gpu",
+        "moepic", "activeevict", "buddymoe", "presets", "auto-emulated", "papers", "redraw", "gpu",
         "core", "validation", "auto", "channel", "kernel",
     ]  # fmt: skip
     for name in names:

@@ -492,7 +492,7 @@ def test_host_memory_bounds_what_a_plan_may_take() -> None:
         ({"link": {"gbps": None}}, 9 << 20, False, "next-gate"), ({"cluster": {"shards": 2}}, 9 << 20, False, "auto"),
         ({"link": {"gbps": 2.0, "layer_us": 5.0}}, 9 << 20, False, "next-gate"),
         ({"cluster": {"ndp_workers": 2}}, 192 << 10, False, "auto"), ({"cluster": {"ndp_workers": 2}}, 1, True, "auto"),
-        ({"quality": "kl=0.01"}, 192 << 10, False, "auto kl=0.01"), ({"policy": "auto"}, 192 << 10, True, "auto"),
+        ({"policy": "auto"}, 192 << 10, True, "auto"),
         ({"policy": "on-demand"}, 9 << 20, False, "on-demand"), ({"policy": "default"}, 9 << 20, True, "next-gate"),
     ],
 )  # fmt: skip

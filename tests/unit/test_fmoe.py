@@ -378,7 +378,7 @@ def test_wants_what_the_forecasts_want() -> None:
 def test_eviction_is_told() -> None:
     maps = reference()
     forecasts(maps, iteration(0))
-    eviction = ExpertMapEviction(SHAPE.layers * SHAPE.experts)
+    eviction = ExpertMapEviction(SHAPE.layers, SHAPE.experts)
     shown = iteration(1, seed=0)
     best = shown.probabilities[0, 0].argsort()
     for key in range(SHAPE.experts):

@@ -28,7 +28,6 @@ from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PopularityPrefetch, PrefetchPolicy
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import SHORT_ROWS, ByRows, ExpertKernel, Operands, TorchKernel
-from tiermoe.kernels.importance import NativeImportance
 from tiermoe.kernels.router import MOST_GPU_ROWS, LinearRouter
 
 pytest.importorskip("triton")
@@ -164,7 +163,7 @@ HOOKS = {
     "another router": prefetch_by(plain, lambda: NextGatePrefetch(LAYERS, EXPERTS, 2)),
     "not announced": prefetch_by(linear, lambda: SpeculativePrefetch(LAYERS, EXPERTS, 2)),
     "in Python": prefetch_by(linear, lambda: PopularityPrefetch(LAYERS, EXPERTS, 2)),
-    "activeevict": active(None),
+    "activeevict": active(),
     "buddies": replacing("router"),
 }  # fmt: skip
 
@@ -172,7 +171,7 @@ HOOKS = {
 @pytest.mark.parametrize("kind", HOOKS)
 def test_rules_and_what_looks_ahead_decide_as_on_the_page(kind: str) -> None:
     """In native code, but for a policy in Python, which is called with the view: dropped pairs' weights, too."""
-    options = {"importance": NativeImportance, "top_k": 3} if kind == "activeevict" else {}
+    options = {"top_k": 3} if kind == "activeevict" else {}
     order = "importance" if kind == "activeevict" else "lru"
     native, python = both(6, order, hooks=HOOKS[kind], **options)
     assert [layer._looks for layer in native.layers] == [kind == "in Python"] * LAYERS

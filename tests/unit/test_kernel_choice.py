@@ -11,11 +11,12 @@ from form_cases import expert_form
 from kernel_cases import assert_near, exact, gate_for, groups_of, rows_for
 from torch import nn
 
-from tiermoe.actors.engine.cache.form_slots import FormKernels, FormPool
+from tiermoe.actors.engine.cache.form_slots import FormPool
 from tiermoe.actors.engine.cache.slots import SlotPool
 from tiermoe.actors.engine.cuda import tables
 from tiermoe.actors.engine.model import kernels as kernel_choice
 from tiermoe.actors.engine.model import kernels as kernel_times
+from tiermoe.actors.engine.model.form_kernels import FormKernels
 from tiermoe.actors.engine.model.kernels import (
     Kernels,
     KernelTime,

@@ -18,6 +18,7 @@ from channel_peer import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
+from orders_reference import MapOrder
 
 from tiermoe.actors.engine.peers.matcher import MatcherLink, MatcherPrefetch, tell_eviction
 from tiermoe.actors.engine.peers.shards import Shards
@@ -27,7 +28,6 @@ from tiermoe.actors.policies.fmoe import BlendPrefetch, ExpertMapEviction
 from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, Wanted
 from tiermoe.actors.settings import ShardSettings
 from tiermoe.errors import DeadlinePassed, PeerLost
-from tiermoe.kernels.importance import expect_map
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand
 from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink, shard_name
 
@@ -336,7 +336,7 @@ def _run(link: MatcherLink, shown: Iteration, count: int) -> list[PrefetchComman
 
 
 def test_eviction_gets_the_probabilities_of_a_map_and_nothing_else() -> None:
-    eviction = ExpertMapEviction(L * E)
+    eviction = ExpertMapEviction(L, E)
     for key in (8, 9, 10):
         eviction.admitted(key)
     keys, priorities = np.array([9, 8, 10], np.int32), np.array([0.35, 0.1, 0.05], np.float32)
@@ -353,8 +353,7 @@ def test_eviction_gets_the_probabilities_of_a_map_and_nothing_else() -> None:
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 12), now=st.integers(0, 2))
 def test_native_probabilities_are_the_reference(seed: int, n: int, now: int) -> None:
     """Also of experts that the model lacks."""
-    native = ExpertMapEviction(20, experts=8, expect=expect_map)
-    rng, evictions = np.random.default_rng(seed), [ExpertMapEviction(20, experts=8), native]
+    rng, evictions = np.random.default_rng(seed), [ExpertMapEviction(2, 8), MapOrder(2, 8)]
     for size in (4, n):
         keys = rng.permutation(np.arange(8 * now, 24))[:size].astype(np.int32)
         priorities = rng.random(len(keys)).astype(np.float32) * rng.integers(0, 2, len(keys))
@@ -405,7 +404,7 @@ def test_contexts() -> None:
 
 
 def test_commands_are_wanted_most_first_and_hints_are_for_eviction() -> None:
-    eviction, spans = ExpertMapEviction(L * E), [Span("a", 0, 1, True)]
+    eviction, spans = ExpertMapEviction(L, E), [Span("a", 0, 1, True)]
     with linked() as (link, _, channel):
         policy = _policy(link, eviction=eviction)
         policy.begin_forward(spans)

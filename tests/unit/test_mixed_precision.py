@@ -153,13 +153,12 @@ def test_a_budget_without_room_for_either_is_refused() -> None:
 
 
 def test_presets_and_settings() -> None:
-    for name in ("hobbit", "moe-apex"):
-        found = load_policy(name)
-        assert not found.lossless
-        assert found.on_miss.kind == "low-bit"
-        assert found.low_bit == LowBitOptions(bits=4, t1=0.6, t2=0.9)
-        assert found.replica_widths == (4,)
-        assert isinstance(found.make_prefetch(PolicyContext(3, 4, 3)), MixedGatePrefetch)
+    found = load_policy("hobbit")
+    assert not found.lossless
+    assert found.on_miss.kind == "low-bit"
+    assert found.low_bit == LowBitOptions(bits=4, t1=0.6, t2=0.9)
+    assert found.replica_widths == (4,)
+    assert isinstance(found.make_prefetch(PolicyContext(3, 4, 3)), MixedGatePrefetch)
     assert not isinstance(load_policy("next-gate").make_prefetch(PolicyContext(3, 4, 3)), MixedGatePrefetch)
     refused = [
         ({"on_miss": "load", "low_bit": {"bits": 2}}, "does not use low_bit"),

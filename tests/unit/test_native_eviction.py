@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
+from orders_reference import ImportanceOrder, MapOrder, reference_of
 
-from tiermoe.actors.engine.cache.native_order import fast_eviction, native_order
+from tiermoe.actors.engine.cache.native_order import fast_eviction
 from tiermoe.actors.policies.activeevict import ImportanceEviction
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
+from tiermoe.actors.policies.native_order import NativeOrder
 from tiermoe.actors.policies.registry import PolicyContext, options
-from tiermoe.actors.policies.slot_classes import make_eviction
-from tiermoe.kernels.importance import NativeImportance
 
 LAYERS, EXPERTS, TOP = 3, 7, 2
 KEYS = LAYERS * EXPERTS
@@ -25,9 +26,9 @@ def changes(draw: random.Random, policies: list[EvictionPolicy]) -> None:
     row = np.array([draw.choice([0.0, 0.25, 0.25, 0.5, 1.0]) for _ in range(EXPERTS)], np.float32)
     ids = np.array([draw.sample(range(EXPERTS), TOP)], np.int64)
     for policy in policies:
-        if isinstance(policy, ExpertMapEviction):
+        if isinstance(policy, ExpertMapEviction | MapOrder):
             policy.expect(np.arange(EXPERTS) + layer * EXPERTS, row)
-        if isinstance(policy, ImportanceEviction):
+        if isinstance(policy, ImportanceEviction | ImportanceOrder):
             policy.state.saw(layer, ids)
             policy.state.target(layer, row[None] * 4, np.zeros(EXPERTS, np.bool_), 0.0, 0)
 
@@ -36,10 +37,9 @@ def changes(draw: random.Random, policies: list[EvictionPolicy]) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_victims_are_those_of_the_reference(kind: str, seed: int) -> None:
     draw, context = random.Random(seed), PolicyContext(LAYERS, EXPERTS, TOP)
-    reference = make_eviction(options("eviction", kind), context, split=False, low_bit=False)
-    told = fast_eviction(options("eviction", kind), context, split=False, low_bit=False)
-    native, held = native_order(told, LAYERS, EXPERTS), set[int]()
-    assert native is not None
+    reference = reference_of(options("eviction", kind), context)
+    native, held = fast_eviction(options("eviction", kind), context, split=False, low_bit=False), set[int]()
+    assert isinstance(native, NativeOrder)
     both: list[EvictionPolicy] = [reference, native]
     for _ in range(150):
         absent = sorted(set(range(KEYS)) - held)
@@ -57,7 +57,7 @@ def test_victims_are_those_of_the_reference(kind: str, seed: int) -> None:
                 for policy in both:
                     policy.used([key for key in picked if key in held])
             case 3:
-                changes(draw, [reference, told])
+                changes(draw, both)
         may = {key for key in held if draw.random() < 0.8}
         count = draw.randrange(1, 5)
         found = [policy.victims(count, may.__contains__) for policy in both]
@@ -68,22 +68,19 @@ def test_victims_are_those_of_the_reference(kind: str, seed: int) -> None:
                 policy.removed(key)
 
 
-def _importance(gamma: float) -> tuple[list[EvictionPolicy], list[ImportanceEviction]]:
-    """The order of a policy whose window is 128, native and as it is; and what tells them of routing."""
-    told = [ImportanceEviction(2, 4, 0.5, gamma, 128, 2, *more) for more in ((NativeImportance,), ())]
-    native = native_order(told[0], 2, 4)
-    assert native is not None
-    return [native, told[1]], told
+def _importance(gamma: float) -> list[Any]:
+    """An order whose window is 128, and the reference."""
+    return [made(2, 4, 0.5, gamma, 128, 2) for made in (ImportanceEviction, ImportanceOrder)]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_layer_is_evicted_again_after_logits_that_are_no_numbers(sign: int) -> None:
-    both, told = _importance(0.97)
+    both = _importance(0.97)
     for policy in both:
         for key in range(8):
             policy.admitted(key)
     for logits in ([sign * np.nan] * 4, [-9.0, 3.0, 3.0, 0.0]):
-        for of in told:
+        for of in both:
             of.state.target(0, np.array([logits], np.float32), np.ones(4, np.bool_), 0.02, 2)
             of.state.target(1, np.zeros((1, 4), np.float32), np.ones(4, np.bool_), 0.02, 2)
         native, reference = (policy.victims(8, lambda key: True) for policy in both)
@@ -91,8 +88,8 @@ def test_a_layer_is_evicted_again_after_logits_that_are_no_numbers(sign: int) ->
 
 
 def test_what_is_left_of_a_layer_has_its_shares_however_much_more_important_the_evicted_were() -> None:
-    both, told = _importance(0.5)
-    for of in told:
+    both = _importance(0.5)
+    for of in both:
         for pair in ([2, 3], *[[1, 3]] * 62, *[[0, 3]] * 62):
             of.state.saw(0, np.array([pair]))
         of.state.target(1, np.zeros((1, 4), np.float32), np.ones(4, np.bool_), 0.02, 2)

@@ -29,10 +29,9 @@ from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.actors.policies.routing import Rerouted, Rerouting
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS
-from tiermoe.kernels.importance import NativeBudget, NativeImportance
 from tiermoe.kernels.router import LinearRouter
 
-POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "least-stale", "lcp"]
+POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "lcp"]
 
 
 def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
@@ -152,8 +151,8 @@ def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: i
         begin(native, python, rng)
         matched, probabilities = EXPERTS * rng.integers(LAYERS) + np.arange(EXPERTS), rng.random(EXPERTS)
         for stack in (native, python):
-            if isinstance(stack.cache.policy, ExpertMapEviction) and step % 3 == 2:
-                stack.cache.policy.expect(matched, probabilities)
+            if isinstance(stack.cache.eviction, ExpertMapEviction) and step % 3 == 2:
+                stack.cache.eviction.expect(matched, probabilities)
         for index in range(LAYERS):
             inputs = routed(rng, 24)
             if step == 40:
@@ -223,8 +222,8 @@ def step_both(native: Stack, python: Stack, rng: np.random.Generator, step: int)
 @pytest.mark.parametrize("slots", [TOP + 1, EXPERTS, KEYS - 5])
 def test_active_evict_in_native_calls(slots: int) -> None:
     """Dropped experts, vacated slots, victims and counters are those of the reference, and where Python runs a pass."""
-    native = Stack(slots, "importance", hooks=active(NativeBudget()), importance=NativeImportance, top_k=TOP)
-    python = Stack(slots, "importance", hooks=active(None), top_k=TOP, native=False)
+    native = Stack(slots, "importance", hooks=active(), top_k=TOP)
+    python = Stack(slots, "importance", hooks=active(), top_k=TOP, native=False)
     assert all(layer.joinable is not None for layer in native.layers)
     rng = np.random.default_rng(slots)
     for step in range(50):

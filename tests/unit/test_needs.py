@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 from tiny_models import TEXT, VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 
-from tiermoe.actors.policies.quality import ACTIONS
-from tiermoe.actors.store.artifacts import GATES_NAME, losses_of
-from tiermoe.actors.store.format import read_manifest
+from tiermoe.actors.store.artifacts import GATES_NAME
 from tiermoe.cluster import cli
-from tiermoe.cluster.config import RunConfig, chosen_policy, load_policy, load_run_config, policy_names
+from tiermoe.cluster.config import RunConfig, load_policy, load_run_config, policy_names
 from tiermoe.cluster.jobs.evaluate.command import evaluate
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
 from tiermoe.cluster.jobs.options import checked_settings
@@ -41,10 +39,10 @@ def with_policy(config: RunConfig, name: str) -> RunConfig:
 
 
 def test_there_are_such_presets() -> None:
-    assert {"promoe", "buddymoe", "pre-gated", "adapmoe"} <= set(NEEDING)
+    assert {"promoe", "buddymoe", "pre-gated"} <= set(NEEDING)
 
 
-@pytest.mark.parametrize("name", ["adapmoe", "buddymoe", "pre-gated", "promoe"])
+@pytest.mark.parametrize("name", ["buddymoe", "pre-gated", "promoe"])
 def test_a_start_makes_what_is_missing_once(config: RunConfig, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Guards the error that such presets began with on every model, the project's own included."""
     config = with_policy(config, name)
@@ -62,34 +60,11 @@ def test_a_start_makes_what_is_missing_once(config: RunConfig, name: str, capsys
     assert not [path.name for path in store.parent.iterdir() if path != store]  # no lock, no work folder
 
 
-def test_a_start_with_a_quality_budget_measures_losses_once(
-    config: RunConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And `plan` says so before."""
-    config = config.model_copy(update={"policy": "auto", "quality": "kl=0.01"})
-    record = planned(config).as_dict()
-    assert record["spec"]["policy"] == "auto kl=0.01"
-    assert any("needs measured losses of lossy actions: the start makes it" in note for note in record["notes"])
-    config, settings = checked_settings(config)
-    store = needs.prepared_store(config, settings, progress=True)
-    assert "made measured losses of lossy actions for auto kl=0.01 in" in capsys.readouterr().err
-    assert lacking(settings.policy, config) is None
-    assert losses_of(store, read_manifest(store)).nats.keys() == set(ACTIONS)
-
-
-def test_losses_of_published_experts_are_refused_by_name(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "published_as", lambda _: "GGUF")
-    config = config.model_copy(update={"policy": "auto", "quality": "kl=0.01"})
-    with pytest.raises(StoreError, match="needs measured losses of lossy actions") as refused:
-        check_artifacts(chosen_policy("auto", "kl=0.01"), config)
-    assert "measured losses of lossy actions: of experts in full precision only" in str(refused.value)
-
-
 def test_of_two_starts_one_makes_it(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And one that fails, or is ended, leaves it to the next."""
-    policy, store = load_policy("adapmoe"), ensure_prepared(config.model_dir, cache_dir=Path(str(config.cache_dir)))
+    policy, store = load_policy("pre-gated"), ensure_prepared(config.model_dir, cache_dir=Path(str(config.cache_dir)))
     make, made, begun, errors = needs._make, list[str](), threading.Barrier(2), list[TierMoeError]()
 
     def failing(*_: object) -> None:
@@ -117,7 +92,7 @@ def test_of_two_starts_one_makes_it(
         thread.start()
     for thread in starts:
         thread.join()
-    assert (made, errors) == (["sensitivity"], [])
+    assert (made, errors) == (["gates"], [])
 
 
 def test_a_damaged_file_is_made_again(config: RunConfig) -> None:
@@ -182,7 +157,7 @@ def test_eval_refuses_first(config: RunConfig, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["pre-gated", "adapmoe", "buddymoe", "promoe"])
+@pytest.mark.parametrize("name", ["pre-gated", "buddymoe", "promoe"])
 def test_the_command_works_as_it_stands(
     config: RunConfig, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

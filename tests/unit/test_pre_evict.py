@@ -1,4 +1,4 @@
-"""ActiveEvict's equations against their direct transcription, their edges and their order."""
+"""ActiveEvict: the reference against the equations' direct transcription, and native code against the reference."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
-
-from tiermoe.actors.policies.activeevict import (
+from activeevict_reference import (
     BudgetDrops,
     Hotness,
-    ImportanceEviction,
     ImportanceState,
     PreEviction,
     importance,
@@ -22,7 +17,13 @@ from tiermoe.actors.policies.activeevict import (
     predicted_distribution,
     routing_widths,
 )
-from tiermoe.kernels.importance import NativeBudget, NativeImportance
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tiermoe.actors.policies.activeevict import ImportanceEviction
+from tiermoe.kernels.importance import ImportanceState as NativeState
+from tiermoe.kernels.importance import drop_beyond, misses_fit, release_slots
 
 E, K = 8, 3
 SEEDS = st.integers(0, 2**32 - 1)
@@ -64,11 +65,6 @@ class TestHotness:
             np.testing.assert_allclose(hotness.values[1], usage(history, gamma, window), atol=1e-12)
         assert not hotness.values[0].any()
 
-    @pytest.mark.parametrize(("gamma", "window"), [(0.0, 4), (1.5, 4), (0.5, 0)])
-    def test_refuses(self, gamma: float, window: int) -> None:
-        with pytest.raises(ValueError, match=r"gamma|window"):
-            Hotness(1, E, gamma, window)
-
 
 @settings(max_examples=60, deadline=None)
 @given(
@@ -81,7 +77,7 @@ def test_the_native_state_is_the_reference(
     seed: int, gamma: float, window: int, alpha: float, batches: list[int], tau: float, most: int
 ) -> None:
     rng, layers = np.random.default_rng(seed), 2
-    ours, theirs = (made(layers, E, alpha, gamma, window, K) for made in (ImportanceState, NativeImportance))
+    ours, theirs = (made(layers, E, alpha, gamma, window, K) for made in (ImportanceState, NativeState))
     for tokens in batches:
         layer, ids, held = int(rng.integers(layers)), picks(rng, tokens), rng.random(E) < 0.5
         logits = np.round(rng.normal(0, 2, (tokens, E)), 1).astype(np.float32)  # rounded: some are equal
@@ -93,7 +89,7 @@ def test_the_native_state_is_the_reference(
             state.resident[:], state.stamp[:] = resident, stamp
         np.testing.assert_allclose(theirs.values, ours.values, rtol=1e-12)
         np.testing.assert_allclose(theirs.predicted, ours.predicted, rtol=1e-12)
-        assert targets[0] == targets[1]
+        assert targets[0] == targets[1] == release_slots(logits, held, K, tau, most)
         theirs.predicted[:] = ours.predicted  # so that ties are ties
         scores = importance(ours.values, ours.predicted, resident, alpha)  # equal but for the last bits: ties differ
         for count in (0, 3, 2 * E + 1):
@@ -126,15 +122,15 @@ def test_the_native_drops_are_the_reference(
     weights = rng.dirichlet(np.ones(top_k), tokens).astype(np.float32)
     if ties:
         weights = np.round(weights * 4).astype(np.float32) / 4
-    ours, theirs = BudgetDrops(), NativeBudget()
-    assert ours.fits(ids, resident, vacant) == theirs.fits(ids, resident, vacant)
+    reference = BudgetDrops()
+    assert reference.fits(ids, resident, vacant) == misses_fit(ids, resident, vacant)
     asked = ids, weights, resident, vacant, min_top_k, renormalise
-    for mine, native in zip(ours.drop(*asked), theirs.drop(*asked), strict=True):
+    for mine, native in zip(reference.drop(*asked), drop_beyond(*asked), strict=True):
         np.testing.assert_array_equal(mine, native)
 
 
 def test_the_native_state_refuses() -> None:
-    state = NativeImportance(2, E, 0.5, 0.9, 4, K)
+    state = NativeState(2, E, 0.5, 0.9, 4, K)
     with pytest.raises(ValueError, match="no such layer: 2"):
         state.saw(2, np.zeros((1, K), np.int64))
     with pytest.raises(ValueError, match=f"no such expert: {E}"):
@@ -147,9 +143,9 @@ def test_the_native_state_refuses() -> None:
     with pytest.raises(ValueError, match="no rows, other experts"):
         state.release(0, one, 1, np.zeros((1, E), np.float32), states, np.zeros(E, np.uint8), 0, 0.0, 1)
     with pytest.raises(ValueError, match=f"no such expert: {E}"):
-        NativeBudget().fits(np.array([[0, E]]), np.zeros(E, bool), 1)
+        misses_fit(np.array([[0, E]]), np.zeros(E, bool), 1)
     with pytest.raises(ValueError, match="other pairs"):
-        NativeBudget().drop(one, np.zeros((2, K), np.float32), np.zeros(E, bool), 1, 1, True)
+        drop_beyond(one, np.zeros((2, K), np.float32), np.zeros(E, bool), 1, 1, True)
 
 
 def filled(keys: Iterable[int], layers: int, experts: int, alpha: float = 0.5) -> ImportanceEviction:
@@ -163,24 +159,23 @@ class TestImportance:
     @settings(max_examples=60, deadline=None)
     @given(seed=SEEDS, alpha=st.sampled_from([0.0, 0.25, 0.5, 1.0]), held=st.sets(st.integers(0, 2 * E - 1)))
     def test_victims_ascend_by_equations_9_and_13(self, seed: int, alpha: float, held: set[int]) -> None:
-        rng, policy = np.random.default_rng(seed), ImportanceEviction(2, E, alpha, 0.8, 6)
+        rng, policy = np.random.default_rng(seed), ImportanceEviction(2, E, alpha, 0.8, 6, K)
         for key in sorted(held):
             policy.admitted(key)
         scores = np.zeros(2 * E)
         for layer in range(2):
             ids, predicted = picks(rng, 9), rng.dirichlet(np.ones(E))
             policy.state.saw(layer, ids)
-            policy.state.predicted[layer] = predicted
+            policy.state.target(layer, np.log(predicted)[None], np.zeros(E, np.bool_), 0.0, 0)
             u = usage(ids, 0.8, 6)
             residents = [e for e in range(E) if layer * E + e in held]
             total = sum(u[e] for e in residents)
             for e in residents:
                 h = u[e] / total if total else 0.0
                 scores[layer * E + e] = alpha * h + (1 - alpha) * predicted[e]
-        np.testing.assert_allclose(policy.scores()[sorted(held)], scores[sorted(held)], atol=1e-12)
         victims = policy.victims(2 * E, anything)
         assert set(victims) == held
-        assert all(scores[a] <= scores[b] + 1e-12 for a, b in pairwise(victims))
+        assert all(scores[a] <= scores[b] + 1e-6 for a, b in pairwise(victims))
 
     def test_nothing_used_and_nothing_predicted_goes_least_recent_first(self) -> None:
         policy = filled((5, 3, 1), 1, E)
@@ -189,9 +184,10 @@ class TestImportance:
         assert policy.victims(3, lambda key: key != 1) == [3, 5]
 
     def test_refuses(self) -> None:
-        with pytest.raises(ValueError, match="alpha"):
-            ImportanceEviction(1, E, alpha=1.1)
-        with pytest.raises(KeyError):
+        for wrong in ({"alpha": 1.1}, {"gamma": 0.0}, {"gamma": 1.5}, {"window": 0}):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                ImportanceEviction(1, E, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no slot"):
             ImportanceEviction(1, E).removed(0)
 
 

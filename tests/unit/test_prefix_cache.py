@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -97,17 +97,6 @@ def test_a_second_turn_runs_what_is_new(worker: GpuWorker, plain: GpuWorker, sam
     assert found.token_ids == expected
 
 
-def test_decoded_tokens_of_a_lossy_policy_are_not_shared(store: Any) -> None:
-    """Guards a quality budget: keys of one request's lossy decode were another's prompt, which runs exactly."""
-    prompt = text(25, 2 * PAGE)
-    for shares, cached in ((True, 4 * PAGE), (False, 2 * PAGE)):
-        with serving(store, settings(0.5, "next-gate", kv=kv())) as worker:
-            worker.batcher._manager.batch_processor.scheduler.shares_decoded = shares
-            (first,) = generated(worker, asked("first", prompt, max_tokens=2 * PAGE + 1))
-            (second,) = generated(worker, asked("second", (*prompt, *first.token_ids), max_tokens=1))
-            assert second.cached_tokens == cached
-
-
 def test_an_equal_prompt_still_runs_its_last_rows(worker: GpuWorker) -> None:
     prompt = text(20, 4 * PAGE)
     first, second = (generated(worker, asked(name, prompt))[0] for name in "ab")
@@ -147,7 +136,8 @@ def test_a_request_that_is_cancelled_while_it_is_looked_up_shares_nothing() -> N
     scheduler, seen = StepScheduler.__new__(StepScheduler), list[Any]()
     allocator = SimpleNamespace(tokens_per_page=2, mark_complete_blocks=lambda *args: seen.append(args))
     scheduler.cache = SimpleNamespace(use_prefix_sharing=True, cache_allocators={"full": allocator})
-    scheduler.lengths = SimpleNamespace(keys=lambda tokens, prompt: tokens)
+    lengths: Any = SimpleNamespace(keys=lambda tokens, prompt: tokens)
+    scheduler.requests = cast(Any, SimpleNamespace(lengths=lengths))
     state = SimpleNamespace(request_id="r", initial_tokens=[1, 2, 3], generated_tokens=[], position_offset=3)
     for prompt, salt in ((None, None), (3, None), (None, "")):
         state.tiermoe_prompt, state.tiermoe_salt = prompt, salt

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from orders_reference import MapOrder, reference_of
 from reference import Reference, Slots
 
 from tiermoe.actors.core import _core
@@ -177,7 +178,7 @@ def whole(slots: int) -> Slots:
 
 
 CONTEXT = PolicyContext(LAYERS, EXPERTS, top_k=2)
-KINDS = ("lru", "lru-sweep", "lfu", "lfu-decay", "lcp", "random", "least-stale", "expert-map", "expert-map-decay",
+KINDS = ("lru", "lru-sweep", "lfu", "lfu-decay", "lcp", "random", "expert-map", "expert-map-decay",
          "importance", "worth")  # fmt: skip
 NATIVE = {"lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "importance", "worth"}
 
@@ -185,7 +186,7 @@ NATIVE = {"lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-deca
 def told(policy: EvictionPolicy) -> EvictionPolicy:
     """With what a placer or a prefetch would have told it, in numbers that floats hold exactly."""
     numbers = np.random.default_rng(3).integers(1, 64, KEYS) / 64
-    if isinstance(policy, ExpertMapEviction):
+    if isinstance(policy, ExpertMapEviction | MapOrder):
         policy.probabilities[:] = numbers
     elif isinstance(policy, WorthOrder):
         policy.bind(7, numbers.reshape(LAYERS, EXPERTS))
@@ -198,15 +199,14 @@ def test_whole_experts(kind: str, native: bool) -> None:
     """All orders of eviction, in pools of one slot and more; with copies back, and with slots that come and go."""
     chosen = options("eviction", kind)
     for seed, (slots, writeback, most) in enumerate(((1, False, 0), (4, True, 0), (7, False, 9))):
-        policy = make_eviction(chosen, CONTEXT)
+        policy = reference_of(chosen, CONTEXT)
         if native:
             policy = fast_eviction(chosen, CONTEXT, split=False, low_bit=False)
-        made, order = core_order(told(policy), LAYERS, EXPERTS, parts=not native)
+        order = core_order(told(policy))
         assert isinstance(order, _core.WholeOrder) == (native and kind in NATIVE)
-        told(made)
         if isinstance(order, _core.PythonOrder):
             order.segments = KEYS
-        both = Both(whole(slots), told(make_eviction(chosen, CONTEXT)), order, TICK * seed, writeback, most)
+        both = Both(whole(slots), told(reference_of(chosen, CONTEXT)), order, TICK * seed, writeback, most)
         drive(both, seed, most=most)
 
 
@@ -224,7 +224,7 @@ def test_split_experts(kind: str, native: bool) -> None:
     chosen = options("eviction", kind)
     for seed in range(3):
         policy = fast_eviction(chosen, CONTEXT, split=True, low_bit=False, native=native)
-        _, order = core_order(policy, LAYERS, EXPERTS, parts=True)
+        order = core_order(policy)
         assert isinstance(order, _core.TopsAndBottoms) == (native and kind != "lfu")
         if isinstance(order, _core.PythonOrder):
             order.segments = 2 * KEYS
@@ -237,7 +237,7 @@ def test_replicas(kind: str) -> None:
     chosen = options("eviction", kind)
     for seed, counts in enumerate(([2, 1], [4, 3], [6, 9])):
         slots = Slots(LAYERS, EXPERTS, [WHOLE] * KEYS + [16] * KEYS, counts, [0] * KEYS + [1] * KEYS)
-        _, order = core_order(make_eviction(chosen, CONTEXT, low_bit=True), LAYERS, EXPERTS, parts=True)
+        order = core_order(make_eviction(chosen, CONTEXT, low_bit=True))
         order.segments = 2 * KEYS
         both = Both(slots, make_eviction(chosen, CONTEXT, low_bit=True), order, TICK * seed, writeback=seed == 1)
         drive(both, seed, low=0.4)
@@ -245,7 +245,8 @@ def test_replicas(kind: str) -> None:
 
 def test_no_slot_can_be_had() -> None:
     """What both say where a forward that failed has left its experts pinned."""
-    _, order = core_order(Lru(), LAYERS, EXPERTS, parts=False)
+    lru = options("eviction", "lru")
+    order = core_order(fast_eviction(lru, CONTEXT, split=False, low_bit=False))
     both = Both(whole(2), Lru(), order)
     both.both("preload", [0, 1])
     both.both("open", 0, [0, 1], [1, 1], 1, [])

@@ -6,8 +6,7 @@ Slots for low-bit replicas beside those of experts in full: loads, counters, vic
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,6 @@ import pytest
 import torch
 import traces
 from cache_rigs import begin_layer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
@@ -32,11 +29,12 @@ from tiermoe.actors.engine.host_view import HostViews, LayerView, share
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.engine.rerouting import LowBits, Rerouter
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.adapmoe import AdaptiveGating, Rerouted, RerouteView, Rerouting, drop_pairs, drop_places
+from tiermoe.actors.policies.activeevict import BudgetAwareTopK
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.hobbit import MixedPrecision
 from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.actors.policies.residency import State
+from tiermoe.actors.policies.routing import Rerouted, RerouteView, Rerouting, drop_pairs
 from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
@@ -54,95 +52,10 @@ from tiermoe.kernels.packed_slots import TorchPackedKernel
 VIEW = RerouteView(np.ones(8, np.bool_), 0, 4)
 
 
-def transcription(weights: Sequence[float], sensitivity: float, threshold: float) -> set[int]:
-    """The places of one token that adaptive gating drops: least weights first while d^2 * s < threshold."""
-    gone: set[int] = set()
-    order = sorted(range(len(weights)), key=lambda k: weights[k])
-    for place in order[:-1]:
-        d = sum(weights[k] for k in gone | {place})
-        if not d < math.sqrt(threshold / sensitivity):
-            break
-        gone.add(place)
-    return gone
-
-
 def _routing(rng: np.random.Generator, tokens: int, top_k: int) -> tuple[Any, Any]:
     ids = np.stack([rng.permutation(8)[:top_k] for _ in range(tokens)]).astype(np.int64)
     weights = rng.dirichlet(np.ones(top_k), tokens).astype(np.float32)
     return ids, -np.sort(-weights, axis=1)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 5), top_k=st.integers(1, 4), sensitivity=st.floats(0.01, 100),
-    threshold=st.floats(0, 2), renormalise=st.booleans(),
-)  # fmt: skip
-def test_adaptive_gating_follows_the_transcription(
-    seed: int, tokens: int, top_k: int, sensitivity: float, threshold: float, renormalise: bool
-) -> None:
-    ids, weights = _routing(np.random.default_rng(seed), tokens, top_k)
-    kept_ids, kept_weights = ids.copy(), weights.copy()
-    found = AdaptiveGating([1.0, sensitivity], threshold, renormalise).reroute(1, ids, weights, None, VIEW)
-    np.testing.assert_array_equal(ids, kept_ids)
-    np.testing.assert_array_equal(weights, kept_weights)
-    dropped = 0
-    for t in range(tokens):
-        gone = transcription(weights[t].tolist(), sensitivity, threshold)
-        dropped += len(gone)
-        kept = [k for k in range(top_k) if k not in gone]
-        assert set(found.ids[t]) == set(ids[t, kept])
-        np.testing.assert_array_equal(found.ids[t, kept], ids[t, kept])
-        assert not found.weights[t, sorted(gone)].any()
-        scale = weights[t].sum() / weights[t, kept].sum() if renormalise and gone else 1.0
-        np.testing.assert_allclose(found.weights[t, kept], weights[t, kept] * scale, rtol=1e-5)
-    assert (found.dropped, found.substituted) == (dropped, 0)
-
-
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), threshold=st.floats(0, 1), renormalise=st.booleans(), ties=st.booleans())
-def test_a_row_alone_goes_as_it_does_in_a_batch(seed: int, threshold: float, renormalise: bool, ties: bool) -> None:
-    ids, weights = _routing(np.random.default_rng(seed), 6, 4)
-    if ties:
-        weights = np.round(weights * 4).astype(np.float32) / 4
-    rule = AdaptiveGating([1.0], threshold, renormalise)
-    whole, dropped = rule.reroute(0, ids, weights, None, VIEW), 0
-    for t in range(6):
-        alone = rule.reroute(0, ids[t : t + 1], weights[t : t + 1], None, VIEW)
-        np.testing.assert_array_equal(alone.ids[0], whole.ids[t])
-        np.testing.assert_array_equal(alone.weights[0], whole.weights[t])
-        dropped += alone.dropped
-    assert dropped == whole.dropped
-
-
-def test_top_2_is_the_paper_s_rule() -> None:
-    """(1 - a)^2 * s < threshold: s = 4, threshold 0.36, so the second goes where its weight is below 0.3."""
-    rule = AdaptiveGating([4.0], 0.36)
-    ids = np.array([[1, 2], [3, 4]])
-    found = rule.reroute(0, ids, np.array([[0.69, 0.31], [0.71, 0.29]], np.float32), None, VIEW)
-    assert found.ids.tolist() == [[1, 2], [3, 3]]
-    np.testing.assert_allclose(found.weights, [[0.69, 0.31], [1.0, 0.0]], rtol=1e-6)
-    assert found.dropped == 1
-
-
-def test_threshold_0_changes_nothing_and_more_drops_more() -> None:
-    ids, weights = _routing(np.random.default_rng(3), 50, 4)
-    weights[0] = [1, 0, 0, 0]
-    counts, before = [], np.zeros(ids.shape, bool)
-    for threshold in (0.0, 0.001, 0.01, 0.1, 1.0, 100.0):
-        found = AdaptiveGating([2.0], threshold).reroute(0, ids, weights, None, VIEW)
-        gone = found.weights == 0
-        assert not (before & ~gone).any()
-        counts.append(found.dropped)
-        before = gone
-    assert counts[0] == 0
-    assert counts == sorted(counts)
-    assert counts[-1] == 50 * 3  # one always stays
-
-
-def test_a_layer_without_sensitivity_keeps_one() -> None:
-    ids, weights = _routing(np.random.default_rng(1), 2, 4)
-    assert AdaptiveGating([0.0], 0.1).reroute(0, ids, weights, None, VIEW).dropped == 6
-    assert AdaptiveGating([0.0], 0.0).reroute(0, ids, weights, None, VIEW).dropped == 0
 
 
 def test_what_a_dropped_pair_becomes() -> None:
@@ -157,14 +70,6 @@ def test_what_a_dropped_pair_becomes() -> None:
     assert drop_pairs(ids, weights, np.zeros((2, 3), bool), True).ids is ids
     with pytest.raises(ValueError, match="keeps at least one"):
         drop_pairs(ids, weights, np.array([[True] * 3, [False] * 3]), True)
-    with pytest.raises(ValueError, match="keeps at least one"):
-        drop_places(ids[:1], weights[:1], [0, 1, 2], True)
-
-
-@pytest.mark.parametrize(("sensitivity", "threshold"), [([-1.0], 0.1), ([1.0], -0.1)])
-def test_negative_numbers_are_refused(sensitivity: list[float], threshold: float) -> None:
-    with pytest.raises(ValueError, match="not negative"):
-        AdaptiveGating(sensitivity, threshold)
 
 
 # -- the engine's side ---------------------------------------------------------------------------------------
@@ -265,22 +170,22 @@ def _policy(**kwargs: Any) -> PolicySettings:
 
 def test_settings_make_the_rule_or_say_what_is_missing() -> None:
     assert make_rerouting(_policy(lossless=True), 2, 4, True, PolicyArtifacts()) is None
-    adaptive = _policy(routing={"kind": "adaptive", "threshold": 0.1})
-    assert isinstance(make_rerouting(adaptive, 2, 4, True, PolicyArtifacts((1.0, 2.0))), AdaptiveGating)
-    for lacking in (PolicyArtifacts(), PolicyArtifacts((1.0,))):
-        with pytest.raises(ConfigError, match="--sensitivity TEXT"):
-            make_rerouting(adaptive, 2, 4, True, lacking)
+    narrowed = _policy(routing={"kind": "budget-aware", "min_top_k": 2}, pre_evict={"kind": "release-target"})
+    assert isinstance(make_rerouting(narrowed, 2, 4, True, PolicyArtifacts()), BudgetAwareTopK)
+    with pytest.raises(ConfigError, match="--profile TEXT"):
+        make_rerouting(_policy(on_miss={"kind": "substitute"}), 2, 4, True, PolicyArtifacts())
 
 
 def test_settings_that_contradict_are_refused() -> None:
-    for kind, threshold in (("exact", 0.1), ("adaptive", None)):
-        with pytest.raises(ValueError, match="threshold"):
-            options("routing", {"kind": kind, "threshold": threshold})  # type: ignore[arg-type]
-    routing = {"kind": "adaptive", "threshold": 0.1}
+    with pytest.raises(ValueError, match="no routing policy 'quality'"):
+        options("routing", {"kind": "quality", "kl": 0.01})
+    with pytest.raises(ValueError, match="min_top_k"):
+        options("routing", {"kind": "budget-aware", "min_top_k": 0})
+    rule = {"on_miss": {"kind": "drop"}}
     with pytest.raises(ValueError, match="not lossless"):
-        _policy(routing=routing, lossless=True)
+        _policy(**rule, lossless=True)
     with pytest.raises(ValueError, match="model's own routing"):
-        _policy(routing=routing, placement={"kind": "static"})
+        _policy(**rule, placement={"kind": "static"})
 
 
 LAYERS, EXPERTS, KEYS, HIDDEN, NEURONS = 2, 6, 12, 32, 32

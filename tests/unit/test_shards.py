@@ -27,8 +27,8 @@ from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.engine.peers.shards import PeerCaches, ShardResidency, owners
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policies.adapmoe import Rerouted, RerouteView
 from tiermoe.actors.policies.context_ndp import PlacementOptions
+from tiermoe.actors.policies.routing import Rerouted, RerouteView
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
 from tiermoe.actors.shard_worker import ShardWorker

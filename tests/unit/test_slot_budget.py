@@ -86,7 +86,7 @@ def test_a_type_that_is_not_known_here_is_refused_below_the_smaller_and_says_the
         checked(slot - 1)
 
 
-@pytest.mark.parametrize("name", ["on-demand", "moepic", "hobbit", "adapmoe", "pre-gated", "all-resident"])
+@pytest.mark.parametrize("name", ["on-demand", "moepic", "hobbit", "pre-gated", "all-resident"])
 @pytest.mark.parametrize(("layers", "experts", "slot"), [(4, 8, 192), (27, 60, 17_301_504), (1, 3, 1000)])
 def test_the_least_is_the_least(name: str, layers: int, experts: int, slot: int) -> None:
     policy = load_policy(name)

@@ -6,31 +6,25 @@ import math
 
 import numpy as np
 import pytest
+from buddymoe_reference import exp, log, margin, permitted, token_entropy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tiermoe.actors.engine.make_policies import make_rerouting
-from tiermoe.actors.policies.adapmoe import RerouteView
 from tiermoe.actors.policies.buddymoe import MissRule, RandomRule, no_buddies
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, activating_entropy
 from tiermoe.actors.policies.buddymoe.substitution import (
     AdaptiveBeta,
     Buddies,
-    Substituted,
     SubstitutionOptions,
-    exp,
-    log,
-    margin,
     missing_shares,
-    permitted,
     reach,
-    replaceable,
-    substitute,
-    token_entropy,
 )
+from tiermoe.actors.policies.routing import RerouteView
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
+from tiermoe.kernels.substitute import Replaced, replaceable, substitute
 
 E = 8
 PLAIN = SubstitutionOptions()
@@ -56,7 +50,7 @@ def run(
     probabilities: list[float] | None = None,
     tau: float | None = None,
     hop: list[int] | None = None,
-) -> Substituted:
+) -> Replaced:
     """One token."""
     resident = np.isin(np.arange(E), list(here))
     picked = np.array([ids])

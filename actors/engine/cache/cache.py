@@ -57,7 +57,6 @@ class ExpertCache:
         memory: of the pool, if its last slots come and go (`resize`): of whole experts, without write-back.
 
     Attributes:
-        policy: `eviction` as given, which is told of predictions.
         core: decides and accounts.
         native_steps: whether a layer that all runs here is one native call; set by the executor.
         uses: forwards that ran each expert since the counters were reset; the array object never changes.
@@ -85,8 +84,7 @@ class ExpertCache:
         if split is not None:
             self.where.divide(split)
         layout = self.where.layout(slots if memory is None else memory.most)
-        self.policy = eviction
-        self._eviction, order = core_order(eviction, len(weights), experts, self.is_split or low_bit is not None)
+        self._eviction, order = eviction, core_order(eviction)
         self._order = order if isinstance(order, _core.PythonOrder) else None
         if self._order is not None:
             self._order.segments = (2 if self.where.class_of else 1) * self.where.keys
@@ -132,7 +130,7 @@ class ExpertCache:
 
     @property
     def eviction(self) -> EvictionPolicy:
-        """The order of eviction, which has heard of all that has happened: `policy`, or the same in native code."""
+        """The order of eviction, which has heard of all that has happened."""
         self.tell_order()
         return self._eviction
 

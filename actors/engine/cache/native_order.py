@@ -1,61 +1,21 @@
-"""The orders of eviction that native passes keep themselves (`kernels/cpu/order.hpp`)."""
+"""The orders of eviction of caches: native ones where there are such (`policies.native_order`), by kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from math import log
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ....kernels.importance import NativeImportance, expect_map, lowest_products
 from ...core import _core
-from ...policies.activeevict import ImportanceEviction
-from ...policies.eviction import EvictionPolicy, Lfu, LfuDecay, Lru, SweepLru
-from ...policies.fmoe import ExpertMapDecay, ExpertMapEviction
-from ...policies.moepic import Lcp
-from ...policies.registry import PolicyContext, PolicyOptions, policy_class
+from ...policies.eviction import EvictionPolicy, decay_growth
+from ...policies.native_order import Kind, NativeOrder, whole_order
+from ...policies.registry import PolicyContext, PolicyOptions
 from ...policies.slot_classes import make_eviction
-from ...policies.worth import WorthEviction, WorthOrder
-
-_LRU, _SWEEP, _LFU, _MAP, _IMPORTANCE, _WORTH = range(6)  # `Order::Kind`
-
-
-class NativeOrder(EvictionPolicy):
-    """An order of eviction in native code: a policy's decisions.
-
-    Attributes:
-        handle: the order, which a cache's core takes.
-
-    Args:
-        held: has the arrays that the order reads, where the order does not hold them. slot_class: whose victims.
-    """
-
-    def __init__(
-        self, handle: _core.NativeOrder, held: object = None, slot_class: int = 0
-    ) -> None:
-        self.handle, self._held, self._class = handle, held, slot_class
-
-    def admitted(self, key: int) -> None:
-        self.handle.admitted(key)
-
-    def used(self, keys: Iterable[int]) -> None:
-        self.handle.used(list(keys))
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        self.handle.routed(list(keys), list(counts), tokens)
-
-    def removed(self, key: int) -> None:
-        self.handle.removed(key)
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        mask = getattr(evictable, "__self__", None)  # of `Residency.evictable`, which looks keys up in one
-        if not isinstance(mask, bytes | bytearray):
-            mask = bytes(map(bool, map(evictable, range(self.handle.segments))))
-        return self.handle.victims(self._class, count, np.frombuffer(mask, np.uint8))
+from ...policies.worth import WorthOrder
 
 
 class SplitOrder(NativeOrder):
@@ -98,7 +58,7 @@ class NativeWorth(NativeOrder, WorthOrder):
     handle: _core.WholeOrder
 
     def __init__(self, layers: int, experts: int) -> None:
-        super().__init__(_core.WholeOrder(_WORTH, layers, experts))
+        super().__init__(whole_order("worth", layers, experts))
         self._layers, self._experts, self._layer = layers, experts, 0
         self._worths: NDArray[np.float64] | None = None  # both are read in place
         self._uses: NDArray[np.int64] | None = None
@@ -153,44 +113,38 @@ def fast_eviction(
 ) -> EvictionPolicy:
     """`make_eviction`, with native code where there is some for the same decisions. Raises ValueError: as that.
 
-    native: split experts may have a native order.
+    native: there may be a native order.
     """
-    if split and native:
-        if isinstance(options, Lcp.Options):
-            return SplitOrder(context.layers, context.experts, options.rho, options.omega)
-        if policy_class("eviction", options.kind) is Lru:
-            return SplitOrder(context.layers, context.experts)
-    given = replace(context, importance=NativeImportance, lowest=lowest_products, expect_map=expect_map)
-    return make_eviction(options, given, split=split, low_bit=low_bit)
+    made = _SPLIT if split else {} if low_bit else _WHOLE
+    if native and options.kind in made:
+        return made[options.kind](options, context)
+    return make_eviction(options, context, split=split, low_bit=low_bit)
 
 
-def core_order(
-    policy: EvictionPolicy, layers: int, experts: int, parts: bool
-) -> tuple[EvictionPolicy, _core.Order]:
-    """The order of a policy in its first state, and as the core's. parts: the cache has several slot classes."""
-    if not isinstance(policy, SplitOrder):
-        native = None if parts else native_order(policy, layers, experts)
-        if native is None:
-            return policy, _core.PythonOrder(policy)
-        policy = native
-    return policy, policy.handle
+def core_order(policy: EvictionPolicy) -> _core.Order:
+    """A policy's order as the core's."""
+    return policy.handle if isinstance(policy, NativeOrder) else _core.PythonOrder(policy)
 
 
-def native_order(policy: EvictionPolicy, layers: int, experts: int) -> NativeOrder | None:
-    """The order of a policy in its first state; None: native code has no such order."""
-    whole = partial(_core.WholeOrder, layers=layers, experts=experts)
-    if type(policy) is Lru:
-        return NativeOrder(whole(_LRU))
-    if type(policy) is SweepLru:
-        return NativeOrder(whole(_SWEEP, least=policy.least))
-    if type(policy) in (Lfu, LfuDecay):
-        assert isinstance(policy, Lfu)
-        return NativeOrder(whole(_LFU, growth=policy.growth))
-    if type(policy) in (ExpertMapEviction, ExpertMapDecay):
-        assert isinstance(policy, ExpertMapEviction)
-        return NativeOrder(whole(_MAP, growth=policy.growth, probabilities=policy.probabilities, told=policy.told))
-    if type(policy) is WorthEviction:
-        return NativeWorth(layers, experts)
-    if type(policy) is ImportanceEviction and isinstance(policy.state, NativeImportance):
-        return NativeOrder(whole(_IMPORTANCE, importance=cast(Any, policy.state.handle)), held=policy.state)
-    return None
+def _whole(kind: Kind, options: PolicyOptions, context: PolicyContext, **given: Any) -> NativeOrder:
+    return NativeOrder(whole_order(kind, context.layers, context.experts, **given))
+
+
+def _lfu(options: Any, context: PolicyContext) -> NativeOrder:
+    return _whole("lfu", options, context, growth=decay_growth(options.half_life))
+
+
+def _sweep(options: Any, context: PolicyContext) -> NativeOrder:
+    return _whole("lru-sweep", options, context, least=options.share * context.experts)
+
+
+Make = Callable[[Any, PolicyContext], EvictionPolicy]
+# by the kind of a preset's eviction; the orders of ActiveEvict and fMoE are native wherever they are made
+_WHOLE: Mapping[str, Make] = {
+    "lru": partial(_whole, "lru"), "lru-sweep": _sweep, "lfu": _lfu, "lfu-decay": _lfu,
+    "worth": lambda _, context: NativeWorth(context.layers, context.experts),
+}  # fmt: skip
+_SPLIT: Mapping[str, Make] = {
+    "lcp": lambda options, context: SplitOrder(context.layers, context.experts, options.rho, options.omega),
+    "lru": lambda _, context: SplitOrder(context.layers, context.experts),
+}

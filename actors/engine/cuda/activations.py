@@ -241,7 +241,7 @@ class PinnedFetch(_launch.Fetch):
         of = dict(zip([*others, *routers], found[given:], strict=True))
         return [*found[:given], *(of[one] for one in asked)]
 
-    # what `launch.cpp` calls
+    # what `fetch.hpp` calls
 
     def grown(self, nbytes: int) -> torch.Tensor:
         """A new buffer."""

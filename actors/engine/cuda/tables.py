@@ -65,7 +65,7 @@ class TableRing(Tables):
             self.write(target, array)
         return target
 
-    # what `launch.cpp` calls
+    # what `ring.hpp` calls
 
     def turned(self, left: int, entered: int) -> None:
         """A section is left and another entered, once what was read from that has been read."""

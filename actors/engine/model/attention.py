@@ -19,8 +19,7 @@ from ....errors import ConfigError
 from ...settings import Attention, CompileMode
 
 _OURS = "tiermoe-paged"
-_FIXED_STEPS = "transformers.generation.continuous_batching.cache_allocators"  # since 5.20; see `serving.repeat`
-_PAGED = "paged|"  # how transformers before 5.23 marks the attention of its paged cache
+_PAGED_EAGER = "paged|eager"  # transformers' own on its paged cache
 
 
 def steady_sdpa() -> None:
@@ -76,35 +75,26 @@ def attention_of_steps(
             )
         return "triton", True
     able = compile == "auto" and ours and batching != "serial" and device.type == "cuda"
-    if able and find_spec("triton") is not None and find_spec(_FIXED_STEPS) is not None:
+    if able and find_spec("triton") is not None:
         return "triton", True
     return wanted, False
 
 
-def use_paged(model: Any, wanted: Attention, prefixed: bool) -> None:
-    """Have a model use the implementation with a paged cache.
+def use_paged(model: Any) -> None:
+    """Have a model use our attention on the paged cache; transformers' managers run any implementation."""
+    from transformers import AttentionInterface
 
-    Args:
-        prefixed: whether transformers marks such implementations in their names, and changes a name without the mark
-            to flash-attn's where that is installed.
-    """
-    plain = plain_attention_of(model)
-    name = _OURS if wanted == "triton" else plain
-    if wanted == "triton":
-        model.tiermoe_plain_attention = plain
-        from transformers import AttentionInterface
-
-        for known in (_OURS, _PAGED + _OURS):
-            AttentionInterface.register(known, paged_attention)
-    name = _PAGED + name if prefixed or name == "eager" else name  # a paged eager attention has the mark everywhere
-    if model.config._attn_implementation != name:
-        model.set_attn_implementation(name)
+    model.tiermoe_plain_attention = plain_attention_of(model)
+    AttentionInterface.register(_OURS, paged_attention)
+    model.set_attn_implementation(_OURS)
 
 
 def plain_attention_of(model: Any) -> str:
     """The attention implementation of a served model without paging."""
-    name = str(model.config._attn_implementation).removeprefix(_PAGED)
-    return str(model.tiermoe_plain_attention) if name == _OURS else name
+    name = str(model.config._attn_implementation)
+    if name == _OURS:
+        return str(model.tiermoe_plain_attention)
+    return "eager" if name == _PAGED_EAGER else name
 
 
 def paged_attention(
@@ -121,9 +111,10 @@ def paged_attention(
 
     if cache is None or softcap is not None:
         raise ValueError("attention: triton takes the paged cache of continuous batching, and no soft cap")
-    group, kind, k_cache, v_cache = _cache_of(cache, module.layer_idx)
-    starts_k, lengths = kwargs["cu_seq_lens_k"], "length" if "max_length_k" in kwargs else "seqlen"
-    most_q, most_k = (kwargs[f"max_{lengths}_{which}"] for which in "qk")
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    group, kind = allocator.index, allocator.layer_type
+    k_cache, v_cache = allocator._kv_token_views[module.layer_idx]  # [places, kv_heads, D]
+    starts_k, most_q, most_k = kwargs["cu_seq_lens_k"], kwargs["max_length_q"], kwargs["max_length_k"]
     if isinstance(starts_k, dict):
         starts_k = starts_k[kind]
     if isinstance(most_k, dict):
@@ -138,13 +129,3 @@ def paged_attention(
     k_cache.index_copy_(0, written, key[: len(written)])
     v_cache.index_copy_(0, written, value[: len(written)])
     return out.unsqueeze(0), None
-
-
-def _cache_of(cache: Any, layer: int) -> tuple[int, str, torch.Tensor, torch.Tensor]:
-    """A layer's group of indices, its kind, and its keys and values [places, kv_heads, D]."""
-    if hasattr(cache, "layer_to_allocator"):
-        allocator = cache.layer_to_allocator[layer]
-        return allocator.index, allocator.layer_type, *allocator._kv_token_views[layer]
-    group, within = cache.layer_index_to_group_indices[layer]  # transformers before 5.20
-    kind = "full_attention" if cache.sliding_windows[layer] == 1 else "sliding_attention"
-    return group, kind, cache.key_cache[within], cache.value_cache[within]

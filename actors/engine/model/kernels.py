@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,11 +27,9 @@ from ....kernels.expert_ffn import ROW_CLASSES, ByRows, ExpertKernel, Group, Ope
 from ...core import _core
 from ...policies.cost import Link, load_s
 from ...settings import ExpertKernelName, LinkSettings
+from ..cache.form_slots import FormPool
 from ..cache.slots import SlotPool
 from .model import MoeBlock
-
-if TYPE_CHECKING:
-    from ..cache.form_slots import FormPool
 
 _COLD_BYTES = 256 << 20  # of slots that calls go through in turn: several times a GPU's L2
 _REPEATS = 10

@@ -10,7 +10,6 @@ residency, and carries its answer out. It is a hook of the layer, too: `Watcher`
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -28,7 +27,7 @@ from ...policies.plan import LayerPlan, Remote
 from ...policies.registry import PolicyContext
 from ...policies.registry import make as make_policy
 from ...policies.residency import State
-from ...policies.routing import MissCosts, SequenceRows, take_ended
+from ...policies.routing import SequenceRows, take_ended
 from ...policies.worth import WorthOrder
 from ..cache.native_order import NativeWorth
 from ..host_view import LayerView
@@ -289,13 +288,6 @@ class AutoPlacer(PeerPlacer):
 
     def end_sequence(self, name: str) -> None:
         self._over.append(name)  # from any thread: a forward may be counting it
-
-    @property
-    def miss_costs(self) -> MissCosts:  # type: ignore[override]
-        assert self.planner is not None
-        costs, pool = self.planner.costs, self._pool
-        near_s = math.inf if self.local or pool is None or not pool.available else costs.near_busy_s / len(pool.members)
-        return MissCosts(costs.copy_s, near_s, costs.message_s)
 
     # -- a layer -------------------------------------------------------------------------------------------------------
 

@@ -26,12 +26,12 @@ from ...store.pages import check_pages
 from ..cache.allocate import make_cache
 from ..cache.cache import ExpertCache
 from ..cache.device import Activations, Device, settle_budget
-from ..cache.form_slots import kernels_of
 from ..cache.sources import Sources, open_sources
 from ..dispatch import ExpertRunner
 from ..host_view import pairs_of
 from ..layer import MoeLayer, Placer
 from ..make_device import activations_of, make_device
+from ..model.form_kernels import kernels_of
 from ..model.model import MoeBlock, build_blocks, compute_dtype
 from ..stats import EngineStats, LayerResidency
 from .matcher import tell_eviction, wanted_keys
@@ -144,7 +144,7 @@ class ShardEngine:
             if command.iteration > self._iteration:
                 self._iteration, self._layer = command.iteration, -1
             keys = [key for key in wanted_keys(command)[0] if key < self.cache.residency.keys]
-            tell_eviction(self.cache.policy, command, self._experts)
+            tell_eviction(self.cache.eviction, command, self._experts)
             current = command.iteration == self._iteration
             keys = [key for key in keys if key // self._experts > self._layer] if current else []
             if not keys:

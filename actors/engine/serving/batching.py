@@ -6,7 +6,6 @@ keys, no latent attention. `generate` runs models with such layers serially (`do
 
 from __future__ import annotations
 
-import inspect
 import logging
 import queue
 import sys
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
 from transformers.generation.streamers import BaseStreamer
 
@@ -49,8 +47,6 @@ if TYPE_CHECKING:
     from .recorded import Recorded
     from .shared_memory import SharedMemory
 
-_LATER = "auto_switch_to_flash" in inspect.signature(ContinuousBatchingConfig).parameters
-_SHARES = hasattr(PagedAttentionCache, "mark_complete_blocks")  # transformers 5.17 counts blocks otherwise
 _LOGGER = "ContinuousBatchingLogger"  # of transformers
 _END_S = 30.0  # seconds for a loop that failed to end
 _AGAIN = "send the request again"
@@ -115,7 +111,6 @@ class ContinuousBatcher:
         attention: the implementation on the paged cache.
         tokenizer: the text of tokenizer.json, for grammars.
         memory: that the paged cache shares with experts; None: it has its own.
-        shares_decoded: whether the prefix cache has decoded tokens, too: keys of lossy ones belong to their request.
 
     Attributes:
         attention: as given; None where requests are served one after the other.
@@ -132,14 +127,12 @@ class ContinuousBatcher:
 
     def __init__(
         self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, attention: Attention = "auto",
-        tokenizer: str | None = None, memory: SharedMemory | None = None, shares_decoded: bool = True,
+        tokenizer: str | None = None, memory: SharedMemory | None = None,
     ) -> None:  # fmt: skip
         self.streams = open_streams(model, kv, watcher, tokenizer)
         self.attention = attention
         self._reviving = threading.Lock()
         self._model, self._plain = model, plain_attention_of(model)
-        if not _LATER:
-            use_paged(model, attention, prefixed=True)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = StepManager(
@@ -148,11 +141,10 @@ class ContinuousBatcher:
         except (ValueError, AttributeError, NotImplementedError) as error:
             self._put_back()
             raise _unsupported(model, str(error)) from error
-        if _LATER and attention == "triton":  # its managers choose among their own implementations, and run any
-            use_paged(model, attention, prefixed=False)
+        if attention == "triton":
+            use_paged(model)
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._manager.prefill_chunk, self._manager.memory = kv.prefill_chunk, memory
-        self._manager.shares_decoded = shares_decoded
         gpu = runtime_of(model.device) if model.device.type == "cuda" else None
         self._manager.steps = Steps(model, self.streams, watcher, self._scorer, gpu)
         self._manager.output_router = _Failures(self.streams, self._manager.steps)
@@ -311,19 +303,16 @@ def _is_unreported(record: logging.LogRecord) -> bool:
 
 
 def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
-    known = inspect.signature(ContinuousBatchingConfig).parameters
-    # transformers 5.17 calls a page a block, and marks the attention of a paged cache (`use_paged`)
-    later = {"auto_switch_to_flash": False} if _LATER else {}
     return ContinuousBatchingConfig(
-        **{"page_size" if "page_size" in known else "block_size": kv.page_size},
+        page_size=kv.page_size,
         num_blocks=kv.num_blocks,
         max_batch_tokens=kv.max_batch_tokens,
         max_requests_per_batch=kv.max_num_seqs,
         use_cuda_graph=False,  # routing is read on the host in every layer
         use_async_batching=False,
-        allow_block_sharing=kv.prefix_cache and _SHARES,
+        allow_block_sharing=kv.prefix_cache,
         scheduler_type=NAME,
-        **later,
+        auto_switch_to_flash=False,
     )
 
 

@@ -46,7 +46,7 @@ class Repeat:
     """The inputs of the next steps of requests that decode.
 
     Args:
-        cache: transformers' paged cache, since 5.20.
+        cache: transformers' paged cache.
         states: transformers' `RequestState` of each request.
         inputs: of the model, in a step that decoded these requests; changed by `advance`.
         kept: where the numbers are that the model reads.

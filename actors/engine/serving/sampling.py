@@ -141,10 +141,12 @@ class PromptScorer:
         return torch.cat(ranges).to(like)
 
 
-def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> int:
+def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> int | None:
     """One token of logits [V]: temperature, then min-p, top-k and top-p, then inverse transform sampling.
 
     Tokens stand in the order of their numbers. The uniform variate is 1 - Philox(key=seed, counter=step), in (0, 1].
+    None: the largest logit is not finite, or one is not a number, so that the mass of the tokens is not a number. The
+    host reads the token and the mass in one copy.
     """
     # the largest score becomes 0: no temperature overflows it
     weights = torch.exp((logits.double() - logits.max()) / max(params.temperature, _LEAST_TEMPERATURE))
@@ -152,7 +154,14 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
         cut(weights, params)
     mass = weights.cumsum(0)
     uniform = 1.0 - np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
-    return int(torch.searchsorted(mass, uniform * mass[-1]))
+    found, whole = torch.stack((torch.searchsorted(mass, uniform * mass[-1]).double(), mass[-1])).tolist()
+    return int(found) if math.isfinite(whole) else None
+
+
+def largest(logits: torch.Tensor) -> int | None:
+    """The first of the largest of logits [V]; None: it is not finite, or one is not a number. One copy to the host."""
+    found, score = torch.stack((logits.argmax().double(), logits.max().double())).tolist()
+    return int(found) if math.isfinite(score) else None
 
 
 def cut(weights: torch.Tensor, params: SamplingParams) -> None:
@@ -161,6 +170,8 @@ def cut(weights: torch.Tensor, params: SamplingParams) -> None:
     Only tokens that may stay are sorted: sorting a vocabulary of 150,000 takes longer than a layer.
     """
     head = weights[weights >= params.min_p]
+    if not len(head):  # they are no numbers
+        return
     if params.top_k:
         head = head.topk(min(params.top_k, len(head))).values
     if params.top_p < 1.0:
@@ -204,11 +215,11 @@ class Pick:
         if self.step < self.params.min_tokens and stops:
             open_ = open_.clone()
             open_[stops] = float("-inf")
-        if not math.isfinite(float(open_.max())):  # not a number, too, if any score is not
+        greedy = self.params.temperature == 0
+        token = largest(open_) if greedy else draw(open_, self.params, self.seed, self.step)
+        if token is None:
             refuse_unbounded(scores)
             raise RequestError("the request's parameters leave no token that may come next", "change or leave them out")
-        greedy = self.params.temperature == 0
-        token = int(open_.argmax()) if greedy else draw(open_, self.params, self.seed, self.step)
         if self.params.logprobs is not None:
             note(self.name, self.step, token_logprob(scores, token, self.params.logprobs))
         return token

@@ -13,46 +13,60 @@ import hashlib
 import math
 import secrets
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler
 
 from ..model.lengths import SequenceLengths
-
-if TYPE_CHECKING:
-    from .shared_memory import SharedMemory
+from .shared_memory import SharedMemory, drop_cached
 
 NAME = "tiermoe"  # of `StepScheduler`, in transformers' registry
 _SALTED = 16  # tokens at the beginning of the first block that carry the salt
 _SECRET = secrets.token_bytes(32)  # of this process: no client can compute a hash
 
 
-class StepScheduler(FIFOScheduler):
-    """Running requests first, then prompts in the order in which they came.
+class Requests(Protocol):
+    """What the scheduler asks about requests, by name or by transformers' `RequestState`.
 
     Attributes:
-        prefill_chunk: prompt rows of a step that also carries running requests, at most; None: no bound of its own.
-        reads_prefix: whether the request of this name may share the blocks of earlier ones.
         lengths: of the model.
-        prompt_of: tokens of a request's prompt, as `SequenceLengths` counts them, by transformers' `RequestState`;
-            None: the request was cancelled. A state's `tiermoe_prompt` is that of its last forward.
-        salt_of: the salt of the request of this name; None: it was cancelled. A state's `tiermoe_salt` likewise.
-        memory: that the KV cache shares with experts; None: it has its own.
-        shares_decoded: whether later requests may share the blocks of decoded tokens, too, and not of prompts alone.
     """
 
-    shares_decoded = True
-    prefill_chunk: int | None = None
-    reads_prefix: Callable[[str], bool]
     lengths: SequenceLengths
-    prompt_of: Callable[[Any], int | None]
-    salt_of: Callable[[str], str | None]
-    memory: SharedMemory | None = None
+
+    def reads_prefix(self, name: str) -> bool:
+        """Whether the request may share the blocks of earlier ones."""
+        ...
+
+    def prompt_of(self, state: Any) -> int | None:
+        """Tokens of a request's prompt, as `SequenceLengths` counts them; None: the request was cancelled."""
+        ...
+
+    def salt_of(self, name: str) -> str | None:
+        """None: the request was cancelled."""
+        ...
+
+
+class StepScheduler(FIFOScheduler):
+    """Running requests first, then prompts in the order in which they came. transformers makes it; `serve` follows.
+
+    A state's (transformers' `RequestState`) `tiermoe_prompt` and `tiermoe_salt` are those of its last forward.
+    """
+
     starved_requests: list[Any]
+
+    def serve(self, requests: Requests, memory: SharedMemory | None, prefill_chunk: int | None) -> None:
+        """Whose requests it schedules.
+
+        Args:
+            memory: that the KV cache shares with experts; None: it has its own.
+            prefill_chunk: prompt rows of a step that also carries running requests, at most; None: no bound of its own.
+        """
+        self.requests, self.memory, self.prefill_chunk = requests, memory, prefill_chunk
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """See transformers; token_budget: rows of the step."""
@@ -82,9 +96,7 @@ class StepScheduler(FIFOScheduler):
         if prompt is None or salt is None:  # a cancellation may come between the two
             return
         tokens = (state.initial_tokens + state.generated_tokens)[: state.position_offset]
-        if not self.shares_decoded:
-            tokens = tokens[: len(state.initial_tokens)]
-        tokens = salted(self.lengths.keys(tokens, prompt), salt)
+        tokens = salted(self.requests.lengths.keys(tokens, prompt), salt)
         for allocator in self.cache.cache_allocators.values():
             allocator.mark_complete_blocks(state.request_id, tokens, len(tokens) // allocator.tokens_per_page)
 
@@ -99,11 +111,11 @@ class StepScheduler(FIFOScheduler):
 
     def is_anew(self, state: Any) -> bool:
         """Whether the next forward of a request that decodes feeds all of its tokens."""
-        prompt = self.prompt_of(state)
+        prompt = self.requests.prompt_of(state)
         return prompt is not None and prompt != state.tiermoe_prompt
 
     def _infer_request_tokens(self, state: Any, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
-        if state.status == RequestStatus.PENDING and not self.reads_prefix(state.request_id):
+        if state.status == RequestStatus.PENDING and not self.requests.reads_prefix(state.request_id):
             tokens: list[int] = state.remaining_prefill_tokens
         else:
             tokens = self._after_prefix(state, request_ids_to_remove_from_waiting)
@@ -117,11 +129,12 @@ class StepScheduler(FIFOScheduler):
         """The tokens to run of a request, which takes the blocks that it shares."""
         if not self.cache.use_prefix_sharing or state.status != RequestStatus.PENDING:
             return list(super()._infer_request_tokens(state, request_ids_to_remove_from_waiting))
-        prompt, salt, begin = self.prompt_of(state), self.salt_of(state.request_id), state.position_offset
+        prompt, salt = self.requests.prompt_of(state), self.requests.salt_of(state.request_id)
+        begin = state.position_offset
         whole: list[int] = state.remaining_prefill_tokens
         if prompt is None or salt is None:
             return whole
-        state.remaining_prefill_tokens = salted(self.lengths.keys(whole, prompt), salt)
+        state.remaining_prefill_tokens = salted(self.requests.lengths.keys(whole, prompt), salt)
         super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
         state.remaining_prefill_tokens = whole[state.position_offset - begin :]
         tokens: list[int] = state.remaining_prefill_tokens
@@ -159,20 +172,10 @@ def _masks(salt: str) -> tuple[int, ...]:
     return tuple(word & 0x7FFFFFFF for word in struct.unpack(f"<{_SALTED}I", digest))
 
 
-def drop_cached(pool: Any, allocator: Any, blocks: list[int]) -> None:
-    """Free these blocks of transformers' prefix cache, which no request holds."""
-    ledger = allocator.ledger
-    for block in blocks:
-        del ledger.cached_blocks[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
-    pool.free_blocks(allocator.index, blocks)
-
-
 def used_share(cache: Any) -> float:
     """Share of transformers' paged cache, at its largest, that open requests hold; what only the prefix cache holds
     counts as free.
     """
-    if not hasattr(cache, "compute_free_capacity"):  # transformers 5.17
-        return 1.0 - float(cache.get_num_free_blocks()) / cache.num_blocks
     free = cache.compute_free_capacity(relative=False)
     free += sum(len(part.ledger.cached_blocks) * part.bytes_per_block for part in cache.cache_allocators.values())
     used = cache.num_sectors * cache.bytes_per_sector - free

@@ -26,7 +26,6 @@ from ...budget import Shares, SharingRule
 from ..cache.cache import ExpertCache
 from ..cache.device import Arena
 from ..stats import SharedMemoryStats
-from .scheduler import drop_cached
 
 _TRASH = 2  # sectors in front of all others, which the cache needs always
 _LEAST = 8  # the KV cache has an eighth of its blocks at least
@@ -240,3 +239,11 @@ class SharedMemory:
             stats.shared, kv_tokens=tokens, to_kv=stats.shared.to_kv + to_kv,
             to_experts=stats.shared.to_experts + to_experts,
         )  # fmt: skip
+
+
+def drop_cached(pool: Any, allocator: Any, blocks: list[int]) -> None:
+    """Free these blocks of transformers' prefix cache, which no request holds."""
+    ledger = allocator.ledger
+    for block in blocks:
+        del ledger.cached_blocks[block], ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+    pool.free_blocks(allocator.index, blocks)

@@ -39,7 +39,6 @@ class StepManager(ContinuousBatchingManager):
     steps: Steps
     prefill_chunk: int | None = None
     memory: SharedMemory | None = None
-    shares_decoded = True
     died: BaseException | None = None  # what ended the loop, from before its requests end
 
     def start(self) -> None:
@@ -55,11 +54,8 @@ class StepManager(ContinuousBatchingManager):
         processor = super()._create_batch_processor()
         if self.memory is not None:
             self.memory.adopt(processor.cache)
-        processor.scheduler.memory = self.steps.memory = self.memory
-        processor.scheduler.prefill_chunk = self.prefill_chunk
-        processor.scheduler.shares_decoded = self.shares_decoded
-        processor.scheduler.reads_prefix, processor.scheduler.salt_of = self.steps.reads_prefix, self.steps.salt_of
-        processor.scheduler.lengths, processor.scheduler.prompt_of = self.steps.lengths, self.steps.prompt_of
+        self.steps.memory = self.memory
+        processor.scheduler.serve(self.steps, self.memory, self.prefill_chunk)
         return processor
 
     def add_request(self, *args: Any, **kwargs: Any) -> str | None:
@@ -91,9 +87,8 @@ class StepManager(ContinuousBatchingManager):
             self.memory.fit_idle(batch_processor.scheduler)
         if self.background_thread_status.tp_status == BackgroundThreadStatus.HARD_STOP:
             return False
-        work = self._wake_up_loop if hasattr(self, "_wake_up_loop") else self._has_new_requests  # transformers 5.17
-        work.wait(_IDLE_S)
-        work.clear()
+        self._wake_up_loop.wait(_IDLE_S)
+        self._wake_up_loop.clear()
         return True
 
 
@@ -155,16 +150,16 @@ class Steps:
         scorer.failed = self._failed.__setitem__
 
     def reads_prefix(self, name: str) -> bool:
-        """See `StepScheduler.reads_prefix`."""
+        """See `scheduler.Requests.reads_prefix`."""
         return self._streams.reads_prefix(name)
 
     def salt_of(self, name: str) -> str | None:
-        """See `StepScheduler.salt_of`."""
+        """See `scheduler.Requests.salt_of`."""
         stream = self._streams.get(name)
         return None if stream is None else stream.request.cache_salt
 
     def prompt_of(self, state: Any) -> int | None:
-        """See `StepScheduler.prompt_of`."""
+        """See `scheduler.Requests.prompt_of`."""
         stream = self._streams.get(state.request_id)
         if stream is None:
             return None
@@ -270,7 +265,6 @@ class Steps:
             decodes
             and len(requests) == len(scheduler.active_requests)
             and inputs["block_table"] is None  # which flash-attn reads
-            and hasattr(processor.cache, "cache_allocators")  # since transformers 5.20
         )
         for request in requests:
             request.state.tiermoe_prompt = self.prompt_of(request.state)

@@ -4,12 +4,13 @@
     RandomRule    any resident expert; kind random
     DropRule      missing experts are left out; kind drop
 
-`buddies` has the ranking of buddies and its profile, `substitution` the gates and Algorithm 1.
+`buddies` has the ranking of buddies and its profile, `substitution` the options and the adaptive gate; the gates and
+Algorithm 1 are native (`kernels.substitute`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -17,18 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from ....kernels.substitute import replaceable, substitute
 from ..registry import NotPrepared, PolicyContext, PolicyOptions, register
 from ..routing import Ids, MissOptions, Rerouted, RerouteView, Rerouting, Weights
 from .buddies import BuddyOptions, ExpertProfile, OutputsMissing, alpha_schedule
-from .substitution import (
-    AdaptiveBeta,
-    Buddies,
-    SubstitutionOptions,
-    missing_shares,
-    reach,
-    replaceable,
-    substitute,
-)
+from .substitution import AdaptiveBeta, Buddies, SubstitutionOptions, missing_shares, reach
 
 _CALLS = 64  # of a layer that an adaptive beta remembers
 _DRAWS = 1 << 14  # random numbers that are drawn ahead, for native code to read
@@ -75,10 +69,7 @@ class DropOptions(MissOptions):
         if self.link_ms is not None:
             calls = _CALLS * context.gpus
             betas = [AdaptiveBeta(context.expert_bytes, self.link_ms * 1e-3, calls) for _ in range(context.layers)]
-        return {
-            "taus": taus, "beta": self.beta, "betas": betas, "replaceable": context.replaceable or replaceable,
-            "substitute": context.substitute or substitute,
-        }  # fmt: skip
+        return {"taus": taus, "beta": self.beta, "betas": betas}
 
     def substitution(self, context: PolicyContext) -> SubstitutionOptions:
         """The options of Algorithm 1; defaults for those that a kind lacks."""
@@ -162,12 +153,6 @@ def profile_of(context: PolicyContext) -> ExpertProfile:
     return profile
 
 
-# Algorithm 1 and the distribution gate by the arguments of `substitution.substitute` and `.replaceable`; the former
-# answers with what `Substituted` has
-Replaceable = Callable[..., NDArray[np.bool_]]
-Substitute = Callable[..., Any]
-
-
 @register("on_miss", "substitute")
 class MissRule(Rerouting):
     """Algorithm 1 with its gates in order (BuddyMoE, section 3.1), on missing experts; those in flight count as
@@ -192,7 +177,6 @@ class MissRule(Rerouting):
         buddies: of each layer. options: of all layers.
         taus: of each layer; None: no entropy gate.
         beta: fixed; None: no distribution gate, unless adaptive `betas`, one of each layer, are given.
-        replaceable, substitute: implementations of the distribution gate and of Algorithm 1.
     """
 
     Options: ClassVar[type[PolicyOptions]] = SubstituteOptions
@@ -210,8 +194,6 @@ class MissRule(Rerouting):
         taus: Sequence[float] | None = None,
         beta: float | None = None,
         betas: Sequence[AdaptiveBeta] | None = None,
-        replaceable: Replaceable = replaceable,
-        substitute: Substitute = substitute,
     ) -> None:
         for each in (taus, betas):
             if each is not None and len(each) != len(buddies):
@@ -219,7 +201,6 @@ class MissRule(Rerouting):
         if beta is not None and not 0 <= beta <= 1:
             raise ValueError(f"beta is a share, not {beta}")
         self._buddies, self.options, self._taus, self._beta, self._betas = buddies, options, taus, beta, betas
-        self._replaceable, self._substitute = replaceable, substitute
         self._full, self._emptied = np.zeros(len(buddies), np.bool_), np.zeros(1, np.int64)
         self.needs_probabilities = options.needs_probabilities
 
@@ -238,13 +219,13 @@ class MissRule(Rerouting):
             if self._betas is not None:
                 self._saw(layer, [(0.0, 0)] * len(filling), filling)
             return Rerouted(ids, weights)
-        ids, weights = np.ascontiguousarray(ids), np.ascontiguousarray(weights)
-        replace = self._replaceable(ids, here, self._threshold(layer, ids, view, filling), shard_of)
+        ids, weights = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(weights, np.float32)
+        replace = replaceable(ids, here, self._threshold(layer, ids, view, filling), shard_of)
         if shard_of is not None:
             replace &= ~filling[shard_of]
         if not replace.any():
             return Rerouted(ids, weights)
-        found = self._substitute(
+        found = substitute(
             ids, weights, self._compatibility(ids, probabilities, len(here)),
             replace, reach(here, self.options.kappa, None if shard_of is None else shard_of > 0), self._buddies[layer],
             self.options, None if self._taus is None else self._taus[layer],

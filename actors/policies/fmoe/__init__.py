@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -18,17 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from ....kernels.importance import expect_map
 from ...core import _core
-from ..eviction import (
-    RESCALE_AT,
-    CacheOrder,
-    EvictionPolicy,
-    Lfu,
-    LfuDecay,
-    decay_growth,
-    lowest_evictable,
-    lowest_values,
-)
+from ..eviction import CacheOrder, EvictionPolicy, Lfu, LfuDecay, decay_growth
+from ..native_order import NativeOrder, whole_order
 from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys, predicted_experts
 from ..registry import PolicyContext, register
 from .maps import WIDTH, ExpertMapStore, Sketch
@@ -45,19 +38,8 @@ class _MapEvictionOptions(Lfu.Options):
             raise ValueError(f"eviction {self.kind} goes by maps, which prefetch {policy.prefetch.kind} does not use")
 
 
-Floats = NDArray[np.float64]
-Lowest = Callable[[Floats, Floats, NDArray[np.int64], NDArray[np.bool_], int], list[int]]
-
-
-def lowest_products(
-    a: Floats, b: Floats, stamps: NDArray[np.int64], present: NDArray[np.bool_], count: int
-) -> list[int]:
-    """`eviction.lowest_values` of a * b."""
-    return lowest_values(a * b, stamps, present, count)
-
-
 @register("eviction", "expert-map")
-class ExpertMapEviction(EvictionPolicy):
+class ExpertMapEviction(NativeOrder):
     """Evicts the expert with the highest priority 1 / (p * freq) (fMoE section 4.5).
 
     State, arrays by key: freq as of `Lfu`, its decay and its credit for admitted experts included; p, the expert's
@@ -67,14 +49,10 @@ class ExpertMapEviction(EvictionPolicy):
     reported, `victims` O(keys + n log n) for n looked at.
 
     Args:
-        keys: experts of all layers.
-        half_life: of a use, see `Lfu`; None, as in the paper: no decay.
-        lowest: `lowest_products`, or the same in native code.
-        expect: `expect_map` in native code, from the second map on; None: there is none.
-        experts: of a layer; None: there is one layer.
+        layers, experts: L and E. half_life: of a use, see `Lfu`; None, as in the paper: no decay.
 
     Attributes:
-        probabilities: p by key. growth: as of `Lfu`.
+        probabilities: p by key.
         told: of each layer a number that is another one after its probabilities have changed [L].
     """
 
@@ -85,67 +63,25 @@ class ExpertMapEviction(EvictionPolicy):
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> ExpertMapEviction:
-        lowest = lowest_products if context.lowest is None else context.lowest
-        keys = context.layers * context.experts
-        return cls(keys, options.half_life, lowest, context.expect_map, context.experts)
+        return cls(context.layers, context.experts, options.half_life)
 
-    def __init__(
-        self, keys: int, half_life: float | None = None, lowest: Lowest | None = None,
-        expect: Callable[..., None] | None = None, experts: int | None = None,
-    ) -> None:  # fmt: skip
-        self._lowest_of, self._expect_of = lowest_products if lowest is None else lowest, expect
-        self.growth = decay_growth(half_life)
-        self._unit = 1.0  # what a use counts now
-        self._freqs, self.probabilities = np.zeros(keys), np.ones(keys)
-        self._stamps, self._residents = np.zeros(keys, np.int64), np.zeros(keys, np.bool_)
-        # the same memory, read and written one by one in a third of an array's time
-        self._freq: Any = self._freqs.data
-        self._stamp: Any = self._stamps.data
-        self._resident: Any = self._residents.data
-        self._credit = [0.0] * keys  # of what freq holds, what admission lent until the first use
-        self._clock, self._told = 0, False
-        self._experts = keys if experts is None else experts
-        self.told = np.zeros(-(-keys // self._experts), np.int64)
-
-    def admitted(self, key: int) -> None:
-        credit = self._credit[key] = max(0.0, self._unit - self._freq[key])
-        self._freq[key] += credit
-        self._clock += 1
-        self._stamp[key], self._resident[key] = self._clock, True
-
-    def used(self, keys: Iterable[int]) -> None:
-        freq, credit, stamp, clock = self._freq, self._credit, self._stamp, self._clock
-        for key in keys:
-            freq[key] += self._unit - credit[key]
-            credit[key] = 0.0
-            clock += 1
-            stamp[key] = clock
-        self._clock = clock
-        self._unit *= self.growth
-        if self._unit > RESCALE_AT:
-            self._freqs /= self._unit
-            self._credit = [lent / self._unit for lent in self._credit]
-            self._unit = 1.0
-
-    def removed(self, key: int) -> None:
-        if not self._resident[key]:
-            raise KeyError(key)
-        self._freq[key] -= self._credit[key]
-        self._credit[key], self._resident[key] = 0.0, False
-
-    def ranked(self, keys: Sequence[int]) -> list[int]:
-        return sorted(keys, key=lambda key: -self.probabilities[key] * self._freqs[key])
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return lowest_evictable(self._lowest, count, evictable)
+    def __init__(self, layers: int, experts: int, half_life: float | None = None) -> None:
+        self._experts, self._told = experts, False
+        self.probabilities, self.told = np.ones(layers * experts), np.zeros(layers, np.int64)
+        super().__init__(
+            whole_order(
+                "expert-map", layers, experts, growth=decay_growth(half_life), probabilities=self.probabilities,
+                told=self.told,
+            )
+        )  # fmt: skip
 
     def expect(self, keys: NDArray[np.integer], probabilities: NDArray[np.floating]) -> None:
         """Probabilities of these experts, resident or not, in the matched map: whole layers of it.
 
         Experts that the model lacks are left out.
         """
-        if len(keys) and keys.max() >= len(self._stamps):
-            known = keys < len(self._stamps)
+        if len(keys) and keys.max() >= len(self.probabilities):
+            known = keys < len(self.probabilities)
             keys, probabilities = keys[known], probabilities[known]
         if not self._told and len(keys):
             self._told = True
@@ -158,13 +94,10 @@ class ExpertMapEviction(EvictionPolicy):
         self, keys: NDArray[np.int32], priorities: NDArray[np.float32], now: int, experts: int
     ) -> None:
         """`expect` of a map's experts by their priorities (`prefetch_priority`), `now` layers seen."""
-        if self._told and self._expect_of is not None:
-            self._expect_of(self.probabilities, keys, priorities, now, experts, self.told)
+        if self._told:
+            expect_map(self.probabilities, keys, priorities, now, experts, self.told)
         else:
             self.expect(keys, probability_of(priorities, keys // experts, now))
-
-    def _lowest(self, count: int) -> list[int]:
-        return self._lowest_of(self.probabilities, self._freqs, self._stamps, self._residents, count)
 
 
 @register("eviction", "expert-map-decay")

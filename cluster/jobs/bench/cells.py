@@ -19,7 +19,6 @@ from typing import Any
 from rich.progress import Progress
 
 from ....actors.engine.stats import needed_shares
-from ....actors.policies.quality import QualityReport
 from ....actors.policy_settings import PolicySettings
 from ....actors.settings import LinkSettings
 from ....errors import ConfigError, RuntimeFailure, TierMoeError
@@ -308,8 +307,7 @@ def score_worker(cell: Cell, worker: Any, progress: Progress | None) -> dict[str
     With `Scoring.layer_us` another worker of the same settings is scored. Its link's clock advances by the same time
     for each layer, so that the figures are independent of the machine's load.
 
-    `picks`: (token, expert) pairs that the routers chose; `replaced` and `left_out`: shares of these. `charged_nats`,
-    `avoided`: of a quality budget, nats charged a token, and the share of misses avoided; 0 without one.
+    `picks`: (token, expert) pairs that the routers chose; `replaced` and `left_out`: shares of these.
     """
     from ...local import LocalWorker
 
@@ -332,18 +330,10 @@ def score_worker(cell: Cell, worker: Any, progress: Progress | None) -> dict[str
             "sums": {name: values.tolist() for name, values in quality.sums.items()},
             "picks": picks, "substitutions": stats.substitutions, "dropped": stats.dropped,
             "replaced": ratio(stats.substitutions, picks), "left_out": ratio(stats.dropped, picks),
-            **_charged(stats.quality, total.misses + total.ndp_experts),
             "scored_hit_rate": stats.hit_rate or 0.0,
             "ndp_share": (needed_shares(asdict(total)) or {}).get("near_data", 0.0),
             **{name: getattr(total, name) for name in _SCORED},
         }  # fmt: skip
-
-
-def _charged(report: QualityReport | None, misses: int) -> dict[str, float]:
-    """What a quality budget was charged and avoided, beside so many misses that were not."""
-    if report is None:
-        return {"charged_nats": 0.0, "avoided": 0.0}
-    return {"charged_nats": report.kl, "avoided": ratio(report.avoided, report.avoided + misses)}
 
 
 # -- journal -----------------------------------------------------------------------------------------------------------

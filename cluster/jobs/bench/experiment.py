@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from ....actors.base_settings import Settings
 from ....actors.policy_settings import PolicySettings
 from ....errors import ConfigError
-from ...config import AUTO, LOSSLESS, chosen_policy, configs_dir, kl_budget, parse_budget
+from ...config import chosen_policy, configs_dir, parse_budget
 from ...yaml_file import explain, merged, read_yaml
 from ..evaluate.quality import EvaluationOptions
 from .clone import benchmarks_dir, load
@@ -29,13 +29,12 @@ from .synthetic_settings import Comparison, Count, Simulation
 class Variant(Settings):
     """One row of a comparison: a preset, or a policy file, with changes nested as in the preset.
 
-    A plain string is a preset under its own name. quality: what `auto` may give for speed. Models
-    with fewer than `least_top_k` or more than `most_top_k` experts a token leave the variant out.
+    A plain string is a preset under its own name. Models with fewer than `least_top_k` or more than `most_top_k`
+    experts a token leave the variant out.
     """
 
     name: str
     preset: str
-    quality: str = LOSSLESS
     changes: dict[str, Any] = Field(default_factory=dict)
     least_top_k: int = 0
     most_top_k: int = 1 << 30
@@ -51,9 +50,9 @@ class Variant(Settings):
         """The preset with its changes; an adaptive split runs its configurator every `tau` tokens.
 
         Raises:
-            ConfigError: there is no such preset, or it has no such quality, or a change is refused.
+            ConfigError: there is no such preset, or a change is refused.
         """
-        preset = chosen_policy(self.preset, self.quality)
+        preset = chosen_policy(self.preset)
         changes = self.changes
         if tau is not None and preset.split.kind == "adaptive":
             changes = merged(changes, {"split": {"tau": tau}})
@@ -162,7 +161,6 @@ class Section(Settings):
         recorded trace on a virtual clock, or synthetic ones where `simulation` states them, and nothing needs a model.
     budgets, ratios: override the grid's. links: all of the grid's, or the first.
     warm: serve the warm-up prompts first. serve: serve prompts at all.
-    qualities: those at which variants of `auto` run, each as a row of its own; other variants are lossless or not.
     twins: each variant also with `evict_writeback` inverted.
     score: whose quality is scored. stepped: scoring runs on a link whose clock advances by layers.
     """
@@ -171,9 +169,6 @@ class Section(Settings):
     executor: Literal["engine", "simulated"] = "engine"
     simulation: Simulation | None = None
     variants: tuple[Variant, ...] = Field(default=(), description="Presets or YAML files, separated by commas.")
-    qualities: tuple[str, ...] = Field(
-        default=(LOSSLESS,), description="Quality that auto may trade: lossless, kl=0.01, .., separated by commas."
-    )
     budgets: tuple[str, ...] | None = None
     ratios: tuple[float, ...] | None = None
     links: Literal["all", "first", "none"] = "all"
@@ -182,21 +177,6 @@ class Section(Settings):
     serve: bool = True
     score: Literal["lossy", "all", "none"] = "none"
     stepped: bool = False
-
-    def rows(self) -> Iterator[Variant]:
-        """The variants, those of `auto` once at each quality.
-
-        Raises:
-            ConfigError: a quality is malformed, or none of the variants is `auto`.
-        """
-        lossy = [quality for quality in self.qualities if kl_budget(quality) is not None]
-        planned = [v.name for v in self.variants if chosen_policy(v.preset).placement.kind == AUTO]
-        if lossy and self.variants and not planned:
-            chosen_policy(self.variants[0].preset, lossy[0])  # refuses
-        for variant in self.variants:
-            for quality in self.qualities if variant.name in planned else (variant.quality,):
-                name = variant.name if quality not in lossy else f"{variant.name} {quality}"
-                yield variant.model_copy(update={"name": name, "quality": quality} if quality in lossy else {})
 
 
 class RatioBar(Settings):
@@ -511,8 +491,7 @@ def _check(experiment: Experiment) -> None:
     for i, section in enumerate(experiment.sections):
         label = names.get(f"sections.{i}.variants", "policies")
         require_each_once(label, [variant.name for variant in section.variants])
-        require_each_once(_named(names, f"sections.{i}.qualities"), section.qualities)
-        for variant in section.rows():
+        for variant in section.variants:
             variant.policy(work.tau)
     require_each_once(_named(names, "grid.budgets"), grid.budgets)
     for budget in (*grid.budgets, *(b for section in experiment.sections for b in section.budgets or ())):

@@ -19,11 +19,9 @@ from ....actors.budget import AutoBudget
 from ....actors.gpu_driver import has_gpu
 from ....errors import ConfigError, rebuilt, size
 from ...config import (
-    LOSSLESS,
     RunConfig,
     check_model_dir,
     engine_settings,
-    kl_budget,
     on_this_machine,
     parse_budget,
 )
@@ -149,7 +147,6 @@ def run_experiment(
     base = text = run_config(model if experiment.random.model is None else None, file)
     if experiment.random.model is not None:
         base = run_config(str(_made(experiment, experiment.random.model, progress)), file)
-    base = base.model_copy(update={"quality": LOSSLESS})  # each variant has its own
     if experiment.grid.latency_us is not None:
         link = base.link.model_copy(update={"latency_us": experiment.grid.latency_us})
         base = base.model_copy(update={"link": link})
@@ -212,7 +209,7 @@ def _made(experiment: Experiment, random: NamedModel, progress: Progress | None)
             share = parse_budget(budget)
             if not isinstance(share, AutoBudget):
                 held = share if isinstance(share, float) else min(1.0, share / random.expert_bytes)
-                random.require_memory(len(list(section.rows())) if section.serve else 1, held)
+                random.require_memory(len(section.variants) if section.serve else 1, held)
     if progress is not None:
         what = f"{random.name}: {random.layers} layers of random weights in {random.form}"
         progress.console.print(f"{what}, {size(random.expert_bytes)} of experts", markup=False, soft_wrap=True)
@@ -280,13 +277,12 @@ def _refuse(study: Study) -> None:
 def _policies(section: Section, tau: int | None, top_k: int | None) -> list[Policy]:
     """The section's variants; with `top_k` only those for models of so many experts a token."""
     found = []
-    for variant in section.rows():
+    for variant in section.variants:
         if top_k is not None and not variant.least_top_k <= top_k <= variant.most_top_k:
             continue
         settings = variant.policy(tau)
-        lossy = kl_budget(variant.quality) is not None
         configured = tau and settings.split.kind == "adaptive"
-        changed = lossy or configured or variant.name != variant.preset or variant.changes
+        changed = configured or variant.name != variant.preset or variant.changes
         found.append(Policy(variant.name, settings, variant.preset, None if changed else variant.preset))
     return found
 
@@ -501,7 +497,7 @@ def _settings(study: Study) -> dict[str, Any]:
     return {
         "model": made or base.model_dir.name, "threads": base.worker_threads, "latency_us": base.link.latency_us,
         "workload": work.model_dump(mode="json"), "grid": experiment.grid.model_dump(mode="json"),
-        "policies": {section.name: [v.name for v in section.rows()] for section in experiment.running},
+        "policies": {section.name: [v.name for v in section.variants] for section in experiment.running},
     }  # fmt: skip
 
 
@@ -519,7 +515,7 @@ def _fingerprint(study: Study) -> dict[str, Any]:
         "trace": work.trace.model_dump(mode="json"), "quality": work.quality.model_dump(mode="json"),
         "sections": [section.model_dump(mode="json", exclude={"variants"}) for section in experiment.sections],
         "policies": {
-            section.name: [[v.name, v.policy(work.tau).model_dump(mode="json")] for v in section.rows()]
+            section.name: [[v.name, v.policy(work.tau).model_dump(mode="json")] for v in section.variants]
             for section in experiment.sections
         },
         "metrics": [metric.model_dump(mode="json") for metric in experiment.metrics],

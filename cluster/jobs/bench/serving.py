@@ -27,7 +27,6 @@ from ...checkpoints.hub import located
 from ...config import (
     DEFAULT_BUDGET,
     DEFAULT_POLICY,
-    LOSSLESS,
     RunConfig,
     engine_settings,
     load_policy,
@@ -63,7 +62,7 @@ def run_config(model: str | None, file: str | None = None, **options: Any) -> Ru
     of the experts, on every device.
     """
     kv = {"prefix_cache": False} | options.pop("kv", {})
-    fixed = {"model": model, "threads": 1, "cluster": {"shards": 1}, "kv": kv, "quality": LOSSLESS}
+    fixed = {"model": model, "threads": 1, "cluster": {"shards": 1}, "kv": kv}
     config = load_run_config(file, fixed | options)
     return located(config if config.budget is not None else config.model_copy(update={"budget": DEFAULT_BUDGET}))
 
@@ -75,7 +74,7 @@ def overridden(file: str, fixed: Collection[str]) -> list[str]:
         file: YAML file, or a name in configs/clusters.
         fixed: keys that the benchmark sets itself.
     """
-    unused = {"threads", "ray", "cluster", "hardware", "request_deadline_s", "quality", *fixed}
+    unused = {"threads", "ray", "cluster", "hardware", "request_deadline_s", *fixed}
     return sorted(load_run_config(file).model_fields_set & unused)
 
 
@@ -312,7 +311,7 @@ def own_store(base: RunConfig, folder: Path) -> Path:
 
 
 def ensure_artifacts(base: RunConfig, presets: Iterable[PolicySettings]) -> None:
-    """Add to the prepared store the gates, sensitivities, profile and replicas that these presets read and it lacks.
+    """Add to the prepared store the gates, profile and replicas that these presets read and it lacks.
 
     Where one of them needs the popularity of experts, all of them get calibrated replicas: presets that are compared
     run on the same ones.

@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ....errors import ConfigError
-from ...config import LOSSLESS, check_model_dir, engine_settings, on_this_machine
+from ...config import check_model_dir, engine_settings, on_this_machine
 from ...host import cpu, now, versions
 from ...report.output import print_json
 from ...report.tables import Grid, grid, results, show, size
 from ..bench.serving import run_config, start_worker
 from ..options import AsJson, Budget, Model, Policy, Threads
-from ..options import Quality as QualityOption
 from ..prepare.needs import check_artifacts
 from .quality import EvaluationOptions, Quality
 
@@ -43,7 +42,6 @@ def eval_command(
     policy: Policy,
     model: Model = None,
     budget: Budget = None,
-    quality: QualityOption = LOSSLESS,
     text: Annotated[
         Path | None,
         typer.Option(help="Your own text: a UTF-8 file, or .jsonl with a text a line; default: held-out text."),
@@ -72,7 +70,7 @@ def eval_command(
     options = EvaluationOptions(documents, windows, items, prefix, continuation, seed, resamples, rows)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        record, found = evaluate(model, policy, budget, threads, options, progress, text, quality)
+        record, found = evaluate(model, policy, budget, threads, options, progress, text)
     show(results(as_json), quality_table(found))
     if as_json:
         print_json(record)
@@ -86,16 +84,13 @@ def evaluate(
     options: EvaluationOptions,
     progress: Progress | None,
     text: Path | None = None,
-    allowed: str = LOSSLESS,
 ) -> tuple[dict[str, Any], Quality]:
     """Measure one policy on the held-out text, or on a user's: the flat record and the quality in it.
-
-    allowed: `RunConfig.quality`.
 
     Raises:
         TierMoeError: an option, the model or its held-out text is refused before anything starts; or a worker failed.
     """
-    config = run_config(model, policy=policy, budget=budget, threads=threads, quality=allowed)
+    config = run_config(model, policy=policy, budget=budget, threads=threads)
     settings = engine_settings(on_this_machine(config))
     check_model_dir(config.model_dir)
     check_artifacts(settings.policy, config)
@@ -117,7 +112,6 @@ def evaluate(
         "budget": config.chosen_budget,
         **quality.as_dict(),
         **{key: stats[key] for key in _FROM_STATS},
-        "charged": stats["quality"],
         **{key: getattr(options, key) for key in ("prefix", "continuation", "seed", "resamples", "rows")},
         **({"windows_per_document": options.windows, "items_per_document": options.items} if text is None else
            {"text": str(text), "texts": evaluation.texts}),

@@ -148,7 +148,7 @@ class Evaluation:
             self.documents = len(self.windows)
         base = run_config(str(model_dir), budget="1.0") if config is None else config
         unthrottled = base.link.model_copy(update={"gbps": None, "latency_us": 0.0})
-        exact = {"policy": LOSSLESS, "quality": "lossless", "link": unthrottled}
+        exact = {"policy": LOSSLESS, "link": unthrottled}
         self._config = base.model_copy(update={"model": str(model_dir)} | exact)
         self._reference: Reference | None = None
 

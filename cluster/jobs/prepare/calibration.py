@@ -20,7 +20,6 @@ from ...report.tables import show
 WINDOW_TOKENS = 512
 MAX_TOKENS = 1 << 16  # unless the caller says other; the expert inputs of every token and layer are written to disk
 LEAST_TOKENS = 64
-LOSS_TOKENS = 1536  # that `losses.py` measures on
 _FOLDER = "calibration"  # in the folder of a model that ships text
 _REMEDY = "give UTF-8 text: a .txt file, a .jsonl file with a \"text\" in each line, or a folder of such"
 

@@ -83,14 +83,6 @@ class Additions:
     gates: Annotated[
         Path | None, Opt(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
     ] = None
-    sensitivity: Annotated[
-        Path | None,
-        Opt(help="Add the sensitivity of each layer, for adaptive gating, measured on this text.", metavar="TEXT"),
-    ] = None
-    losses: Annotated[
-        Path | None,
-        Opt(help="Add the KL cost of lossy actions, for --quality kl=NATS, measured on this text.", metavar="TEXT"),
-    ] = None
 
     def steps(self, model: Path) -> list[Callable[[Path], object]]:
         """One call with the store for each addition, in order; what needs no weight is checked now.
@@ -123,7 +115,7 @@ class Additions:
 
     def _texts(self) -> list[Path]:
         """Texts on which experts in full precision are measured."""
-        found = [text for text in (self.neuron_order, self.gates, self.sensitivity, self.losses) if text is not None]
+        found = [text for text in (self.neuron_order, self.gates) if text is not None]
         if self.predictors is not None and not (self.predictors / HEADER_NAME).is_file():
             found.append(self.predictors)
         return found
@@ -156,21 +148,15 @@ class Additions:
             yield lambda store: order_neurons(store, model, order)
         if options is not None:
             yield lambda store: add_replicas(store, model, options, text)
-        predictors, gates, sensitivity = self.predictors, self.gates, self.sensitivity
+        predictors, gates = self.predictors, self.gates
         stride = _STRIDE if self.stride is None else self.stride
-        if predictors is not None or gates is not None or sensitivity is not None:
-            from .measures import add_gates, add_predictors, add_sensitivity
+        if predictors is not None or gates is not None:
+            from .measures import add_gates, add_predictors
 
             if predictors is not None:
                 yield lambda store: add_predictors(store, model, predictors, stride)
             if gates is not None:
                 yield lambda store: add_gates(store, model, gates)
-            if sensitivity is not None:
-                yield lambda store: add_sensitivity(store, model, sensitivity)
-        if (losses := self.losses) is not None:
-            from .losses import add_losses
-
-            yield lambda store: add_losses(store, model, losses)
         if profiling is not None:
             yield lambda store: profiling.run(store, model)
 
@@ -202,7 +188,7 @@ def _prepare(
     elif steps and out is None and cache_dir is None and not force:
         store = model
     else:
-        adding = "--bits, --neuron-order, --predictors, --gates, --sensitivity, --losses, --profile"
+        adding = "--bits, --neuron-order, --predictors, --gates, --profile"
         remedy = f"give its checkpoint, or only what is for a store: {adding}"
         raise ConfigError(f"{model} is a store already", remedy)
     additions.refuse_for(store)

@@ -1,63 +1,44 @@
-"""Trains and measures files for policies in a store: gates, predictors, sensitivities.
-
-Gates predict the next layer's experts for pre-gated prefetch, predictors those of some layers ahead for the stride
-policy. Sensitivity is the effect of a layer's output on the loss, for adaptive gating. For layer l with output y_l of
-its routed experts, and the loss L of a text (the sum over its tokens):
-
-    F_i = mean over tokens of (dL / dy_{l,i})^2      diagonal of the (empirical) Fisher information
-    u   = mean output of a token's more important experts - that of the others, by weight: half of the K each
-    s_l = 1/2 * sum over i of F_i * mean over tokens of u_i^2
-
-Dropped experts with share d of a token's weight change y by about d * u, so L by d^2 * s_l to second order: the
-expected gradient of a trained model vanishes. With top-2 this is AdapMoE's estimate (arXiv 2408.10284), with the Fisher
-information's diagonal for the Hessian, from one backward pass over the text. For a model that does not normalise its
-weights, u is the mean output of the less important experts.
+"""Trains files for policies in a store: gates predict the next layer's experts for pre-gated prefetch, predictors those
+of some layers ahead for the stride policy.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
-from torch.utils.checkpoint import checkpoint
 
-from ....actors.engine.cache.slots import LayerWeights
-from ....actors.engine.cache.sources import host_weights
 from ....actors.engine.model.model import MoeBlock, RouterProbe
 from ....actors.policies.baselines import PreGate, train_predictor
 from ....actors.policies.prefetch import picks
 from ....actors.store.artifacts import (
     GATES_NAME,
-    SENSITIVITY_NAME,
     PredictorsOf,
     encode_gates,
     encode_predictors,
-    encode_sensitivity,
     predictors_file,
 )
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import model_fingerprint, read_manifest
-from ....errors import ConfigError, StoreError, TraceError, UnsupportedModelError
+from ....errors import ConfigError, TraceError, UnsupportedModelError
 from ...report.tables import Grid, grid, progress_on, show
 from ...simulate.predictors import TRAINING_ROWS, predictors_for, train_predictors
 from ...simulate.trace import HEADER_NAME, Trace
 from .calibration import MAX_TOKENS as TEXT_TOKENS
 from .calibration import Windows, read_windows
-from .capture import Watcher, capture, load_model, open_inputs, watching
+from .capture import capture, load_model, open_inputs
 from .writer import disk_errors, write_artifact
 
-MAX_TOKENS = 1 << 14  # of the text that sensitivity is measured on
 _BLOCK, _HELD_OUT = 512, 10  # every tenth block of 512 rows is held out to measure recall
 _EPOCHS, _BATCH, _RATE = 6, 256, 5e-4
 
@@ -272,113 +253,3 @@ def add_predictors_of_trace(
     digest = hashlib.sha256((trace / HEADER_NAME).read_bytes()).hexdigest()
     data = encode_predictors(trained, predictors_for(header, stride), digest)
     return write_artifact(store, predictors_file(stride), data, console)
-
-
-def add_sensitivity(store: Path, model_dir: Path, text: Path, console: Console | None = None) -> Path:
-    """Measure and write (or replace) `sensitivity.safetensors`, on the first `MAX_TOKENS` tokens of a text.
-
-    Args:
-        model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
-        text: see `read_texts`.
-
-    Raises:
-        ConfigError: the text is missing or too short. StoreError: not a store, the disk is full, or the model's
-            gradients are not finite.
-    """
-    console = Console(stderr=True) if console is None else console
-    opened = ExpertStore(store, verify="stamp")
-    windows = read_windows(text, model_dir, console)
-    windows = Windows(windows.ids[: max(1, MAX_TOKENS // windows.ids.shape[1])])
-    model, blocks = load_model(store, opened.manifest, None)
-    with progress_on(console) as progress:
-        task = progress.add_task("measuring sensitivity", total=windows.tokens)
-        found = measure(model, blocks, host_weights(opened.layers), windows, lambda n: progress.advance(task, n))
-    if not all(0 <= s < float("inf") for s in found):
-        what = f"the gradients of {opened.manifest.architecture} on '{text}' are not finite"
-        raise StoreError(what, "give other calibration text")
-    show(console, "sensitivity by layer, nats per squared dropped weight: " + ", ".join(f"{s:.3g}" for s in found))
-    data = encode_sensitivity(found, opened.manifest, windows.tokens, windows.record().sha256)
-    return write_artifact(store, SENSITIVITY_NAME, data, console)
-
-
-def measure(
-    model: Any,
-    blocks: Sequence[MoeBlock],
-    experts: Sequence[LayerWeights],
-    windows: Windows,
-    advance: Callable[[int], None],
-) -> tuple[float, ...]:
-    """s_l of each MoE layer.
-
-    Args:
-        model: in float32, its experts on meta. experts: of each layer, in the store's type.
-        advance: called with the tokens of each window.
-    """
-    layers = [_Fisher(block, weights) for block, weights in zip(blocks, experts, strict=True)]
-    with watching(model, blocks, layers), torch.enable_grad():
-        for row in windows.ids:
-            ids = torch.from_numpy(row)[None]
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-            torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum").backward()
-            for layer in layers:
-                layer.collect()
-            advance(len(row))
-    return tuple(layer.sensitivity for layer in layers)
-
-
-class _Fisher(Watcher):
-    """Sums for s_l. Checkpointing recomputes experts in the backward pass and frees their float32 weights."""
-
-    def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
-        super().__init__(block, weights)
-        self._output: torch.Tensor | None = None
-        self._rows = 0
-        self._gradient: torch.Tensor | float = 0.0  # sums over rows of squares, float64 [H]
-        self._change: torch.Tensor | float = 0.0
-
-    def expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(super().expert, expert, x, use_reentrant=False)
-        return out
-
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        self._add_change(y.detach(), weights.detach().float())
-        out = super().combine(y, weights)
-        if not out.requires_grad:
-            out.requires_grad_(True)  # the first MoE layer has no trained parameter before it
-        out.retain_grad()
-        self._output = out
-        return out
-
-    def collect(self) -> None:
-        """Add the gradients of a finished backward pass."""
-        if self._output is not None and self._output.grad is not None:
-            self._gradient = self._gradient + self._output.grad.double().square().sum(dim=0)
-            self._rows += len(self._output)
-        self._output = None
-
-    @property
-    def sensitivity(self) -> float:
-        """s_l so far; 0 before any token."""
-        if not self._rows:
-            return 0.0
-        product = torch.as_tensor(self._gradient) * torch.as_tensor(self._change)
-        return 0.5 * float(product.sum()) / self._rows**2
-
-    def _add_change(self, y: torch.Tensor, weights: torch.Tensor) -> None:
-        """u^2 of each token, summed [H]. y [T, K, H], weights [T, K]."""
-        top_k = weights.shape[1]
-        if top_k < 2:
-            return
-        order = weights.argsort(dim=1, descending=True, stable=True)
-        first, dropped = order[:, : top_k - top_k // 2], order[:, top_k - top_k // 2 :]
-        change = _mean(y, weights, dropped)
-        if self.block.normalised:
-            change = _mean(y, weights, first) - change
-        self._change = self._change + change.double().square().sum(dim=0)
-
-
-def _mean(y: torch.Tensor, weights: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The weighted mean [T, H] of each token's outputs in `columns` [T, k] of y [T, K, H]."""
-    chosen = weights.gather(1, columns).clamp_min(1e-12)  # [T, k]
-    rows = y.gather(1, columns.unsqueeze(2).expand(-1, -1, y.shape[2]))
-    return (rows * chosen.unsqueeze(2)).sum(dim=1) / chosen.sum(dim=1, keepdim=True)

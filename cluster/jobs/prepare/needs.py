@@ -2,7 +2,7 @@
 
     prepared_store    the store, its replicas and the artifacts of the policy
     check_artifacts   before anything starts: what is missing can be made by a start, else the error with the command
-    make_missing      with the store: gates, losses, predictors, profile, sensitivity, each as `tiermoe prepare` does
+    make_missing      with the store: gates, predictors, profile, each as `tiermoe prepare` does
 
 A start makes what takes under a minute by estimate, and whatever the project's own model lacks. One of several starts
 makes it, under its own lock; a file appears whole, under the store's.
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ....actors.policies.baselines import TrainingOptions
-from ....actors.policies.quality import ACTIONS
 from ....actors.policy_settings import PolicySettings
 from ....actors.settings import EngineSettings
 from ....actors.store.artifacts import READERS, predictors_of
@@ -32,7 +31,7 @@ from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.quantization import published_as
 from ...config import RunConfig, default_model_dir
 from ...host import shown
-from .calibration import LOSS_TOKENS, MAX_TOKENS, shipped_calibration
+from .calibration import MAX_TOKENS, shipped_calibration
 from .job import ensure_prepared, is_current, is_store, store_dir
 from .replicas import ensure_replicas
 
@@ -41,15 +40,12 @@ if TYPE_CHECKING:
 
 _NEEDS = {
     "gates": "trained gates", "predictors": "predictors of later layers", "profile": "a profile of the experts",
-    "sensitivity": "the layers' sensitivity", "losses": "measured losses of lossy actions",
 }  # fmt: skip
 _RECORDED = ("--limit", "200", "--prompt-tokens", "64", "--max-tokens", "64", "--allow-loops")
-_OF_FULL_PRECISION = frozenset({"gates", "losses", "sensitivity"})
+_OF_FULL_PRECISION = frozenset({"gates"})
 _LOCK = ".artifacts.lock"  # beside a store
 _MOST_S = 60.0
-_FLOPS_PER_CORE = 1.5e10  # a second; profile and sensitivity of the default model: 2.1e10 and 1.4e10 on a shared core
-_SENSITIVITY_TOKENS = 1 << 14
-_LEVELS = 3  # budgets at which `losses.py` tries the whole rule
+_FLOPS_PER_CORE = 1.5e10  # a second; the profile of the default model: 2.1e10 on a shared core
 _GATE_TOKENS, _GATE_EPOCHS = 20_000, 6
 
 
@@ -166,16 +162,11 @@ def add_missing(
 def _make(need: str, store: Path, policy: PolicySettings, model_dir: Path, text: Path) -> None:
     """One artifact, without output. Torch takes seconds to import: only here."""
     from ..profile.job import profile_text
-    from .losses import add_losses
-    from .measures import add_gates, add_predictors, add_sensitivity
+    from .measures import add_gates, add_predictors
 
     quiet = Console(quiet=True)
     if need == "gates":
         add_gates(store, model_dir, text, quiet, _GATE_TOKENS)
-    elif need == "sensitivity":
-        add_sensitivity(store, model_dir, text, quiet)
-    elif need == "losses":
-        add_losses(store, model_dir, text, quiet)
     elif need == "profile":
         profile_text(store, model_dir, text, progress=False)
     else:
@@ -214,10 +205,6 @@ def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
     each = facts.layers * facts.expert_elements  # of one expert in each layer
     forward = 2.0 * (facts.dense_elements + facts.top_k * each)  # of one token
     rows = min(text_bytes, MAX_TOKENS)
-    if need == "sensitivity":
-        return 4 * forward * min(rows, _SENSITIVITY_TOKENS)  # and the experts again, and the backward pass
-    if need == "losses":
-        return (1 + facts.layers * len(ACTIONS) + _LEVELS) * forward * min(rows, LOSS_TOKENS)
     if need == "profile":
         return forward * rows + 2.0 * facts.experts * each * min(rows, OUTPUT_TOKENS)
     if need == "gates":
