@@ -182,9 +182,7 @@ def draw(
 
 def recorded(others: int = 2) -> Drawn:
     """The routing of the default model on held-out text, as it ships; the first requests are the others'."""
-    from tiermoe.cluster.jobs.prediction import ROUTING  # typer: a GPU machine has none
-
-    trace = Trace(default_model_dir() / ROUTING)
+    trace = Trace(default_model_dir() / "routing")
     header, requests = trace.header, list(trace.requests())
     layers, experts, k = header.layers, header.experts, header.top_k
     others_ids = np.concatenate([step.ids for one in requests[:others] for step in one.iterations])  # [t, L, K]

@@ -19,7 +19,6 @@ from tiermoe.actors.engine.cache.native_order import core_order, fast_eviction
 from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
-from tiermoe.cluster.jobs.prediction import ROUTING
 from tiermoe.cluster.jobs.replay import engine_for
 from tiermoe.cluster.simulate.backend import RecordedForward
 from tiermoe.cluster.simulate.hit_rates import serve
@@ -75,7 +74,7 @@ def core(case: Core, progress: Progress | None) -> Report:
 
 def _replayed(preset: str) -> tuple[float, float]:
     """Microseconds of a layer, and the simulator's layer steps a second, on the project's recorded routing."""
-    trace, settings = Trace(default_model_dir() / ROUTING), load_policy(preset)
+    trace, settings = Trace(default_model_dir() / "routing"), load_policy(preset)
     header, requests = trace.header, list(trace.requests())
     budget = 1.0 if settings.preload == "all" else SHARE
     engine = engine_for(settings, header, load_machine(header, None, 16.0, 10.0), budget)

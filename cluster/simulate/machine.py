@@ -150,7 +150,7 @@ def load_machine(
         else:
             costs, item = costs_of(machine), 4 if header.expert_dtype == "float32" else 2
             fields = machine_of(
-                costs, costs.of_policy(policy)[0], header, dense_bytes=4 * header.hidden**2 * item,
+                costs, costs.of_policy(policy), header, dense_bytes=4 * header.hidden**2 * item,
                 kv_bytes=2 * header.hidden * item,
             ).model_dump()  # fmt: skip
     try:

@@ -76,12 +76,9 @@ class MachineCosts(Settings):
     ndp: str | None = Field(default=None, description="NDP device: a name in configs/hardware")
     ndp_workers: int = Field(default=1, ge=1, description="number of NDP devices, if there is one")
 
-    def of_policy(self, name: str) -> tuple[PolicyCosts, str | None]:
-        """A preset's costs, or those of the measured preset that costs most; and a note where they are another's."""
-        if name in self.policies:
-            return self.policies[name], None
-        like = max(self.policies, key=lambda other: self.policies[other].layer_us)
-        return self.policies[like], f"host time of '{like}' stands for that of '{name}', which was not measured here"
+    def of_policy(self, name: str) -> PolicyCosts:
+        """A preset's costs; of one that was not measured, those of the measured preset that costs most."""
+        return self.policies.get(name) or max(self.policies.values(), key=lambda costs: costs.layer_us)
 
     def dense_s(self, nbytes: float) -> float:
         """Seconds of a layer outside its experts, with its share of the dense bytes."""

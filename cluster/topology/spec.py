@@ -441,10 +441,6 @@ class Topology:
     def lead(self) -> PlannedActor:
         return self.having("lead")[0]
 
-    def has_remote(self, role: Role) -> bool:
-        """Whether an actor of this role is on another node than the lead."""
-        return any(actor.node != self.lead.node for actor in self.having(role))
-
     def as_dict(self) -> dict[str, Any]:
         """Plain names and values for JSON."""
         return asdict(self)

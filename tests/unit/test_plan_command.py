@@ -26,7 +26,7 @@ from tiermoe.actors.store.format import MANIFEST_NAME, Manifest
 from tiermoe.cluster.config import HardwareConfig, engine_settings, load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
 from tiermoe.cluster.report.tables import size
-from tiermoe.cluster.topology.estimate import copy_times, predict, resolve_hardware
+from tiermoe.cluster.topology.estimate import copy_times, resolve_hardware
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint, nodes_from_file, nodes_from_ray
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import NODE_ID_LABEL, NodeInfo, cluster_spec, replica_bytes
@@ -54,7 +54,7 @@ def test_the_presets_plan_on_the_nodes_that_they_are_for(
     assert spec.slot_bytes == 96  # bfloat16
     topology = plan_topology(spec, FACTS, nodes)
     assert places_of(topology) == places
-    assert predict(topology, spec, FACTS, resolve_hardware(config.hardware, True, None, 0.0)).tokens_per_s > 0
+    assert copy_times(topology, spec, FACTS, resolve_hardware(config.hardware, True, None, 0.0)).one_s > 0
 
 
 def test_today_s_presets_plan_as_deploy_places_them() -> None:
