@@ -81,7 +81,8 @@ class Without(IntFlag):
     LEARNING: fixed weights w. BACKGROUND: a miss that is computed near data is not copied behind it. PREFETCH: nothing
     is copied for the next layer. RESIDENTS: what is here runs here. CORRECTION: costs stay as given. ADMISSION: what is
     loaded always takes a slot. PRICE: background copies cost nothing. REFUSAL: a copy under way is always waited for.
-    SPLIT: every miss is computed near data.
+    SPLIT: every miss is computed near data. SHADOWS: no other rule
+    is followed.
     """
 
     NOTHING = 0
@@ -96,6 +97,7 @@ class Without(IntFlag):
     PRICE = 256
     REFUSAL = 512
     SPLIT = 1024
+    SHADOWS = 2048
 
 
 class Costs(NamedTuple):
