@@ -22,8 +22,9 @@ enum class Part : std::uint8_t { copy = 0, gpu = 1, near = 2, near_busy = 3, nea
 // What is at work in a layer beside the experts that are here: the link, near-data workers, both. Bit 0: the link copies.
 enum class Source : std::uint8_t { here = 0, link = 1, near = 2, both = 3 };
 
-// The rule that decodes follow: the planner's own; every miss over the link, LRU; every miss near data and copied behind, LRU.
-enum class Follow : std::uint8_t { own = 0, on_demand = 1, fill = 2 };
+// The rule that decodes follow: the planner's own, or with LRU on_demand: every miss over the link; fill: every miss near
+// data, and copied behind; split: misses over the link and near data, so that the layer ends first.
+enum class Follow : std::uint8_t { own = 0, on_demand = 1, fill = 2, split = 3 };
 
 struct PlannerCosts {
     double copy_s;             // one expert over the link
@@ -92,7 +93,7 @@ class Planner {
         : layers_(layers), experts_(experts), slots_(slots), workers_(workers), without_(without), costs_(costs),
           states_(states), fast_(keys(), double(top_k) / experts), slow_(fast_), request_(fast_), popular_(fast_),
           value_(keys(), double(top_k) / experts / (1 - kDiscount)), last_(keys(), -1000),
-          on_demand_(keys()), fill_(keys()), saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), missed_(saved_.size(), 0), pooled_(keys(), 0), foreign_(keys(), 0),
+          shadows_{Shadow(keys()), Shadow(keys()), Shadow(keys())}, saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), missed_(saved_.size(), 0), pooled_(keys(), 0), foreign_(keys(), 0),
           need_(static_cast<std::size_t>(experts), 0), chance_(static_cast<std::size_t>(experts), 0.0),
           share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
           hits_(misses_.size()), flights_(misses_.size()), sorted_(misses_.size()), away_(misses_.size()), ranked_(misses_.size()),
@@ -126,12 +127,13 @@ class Planner {
     // Slots of a layer from now on; at most its experts.
     void resize(int slots) {
         slots_ = slots;
-        for (Shadow* one : {&on_demand_, &fill_}) std::fill(one->holds.begin(), one->holds.end(), 0);
+        for (Shadow& one : shadows_) std::fill(one.holds.begin(), one.holds.end(), 0);
     }
 
-    // The rule that is followed, and seconds of a token, of late: as seen, and what the simple rules would have taken.
-    struct Followed { Follow rule; double seen_s, on_demand_s, fill_s; };
-    Followed followed() const { return {follows_, seen_rate_.mean(), on_demand_.rate.mean(), fill_.rate.mean()}; }
+    // The rule that is followed, and seconds of a token, of late: as seen, and what a simple rule would have taken.
+    Follow follows() const { return follows_; }
+    double seen_token_s() const { return seen_rate_.mean(); }
+    double shadow_token_s(Follow rule) const { return shadows_[static_cast<int>(rule) - 1].rate.mean(); }
 
     // Popularity from elsewhere: counts [L * E] of `tokens` tokens.
     void popularity(const std::int64_t* counts, double tokens, int top_k, int batch) {
@@ -227,7 +229,7 @@ class Planner {
                     const Need& m = misses_[k - 1];
                     link += costs_.copy_s;
                     gpu = std::max(gpu, link) + m.gpu_s;
-                    if (!off(Without::future)) gain += (1 - filled) * kept * saved * std::max(0.0, m.value - share_[k - 1]);
+                    if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * std::max(0.0, m.value - share_[k - 1]);
                 }
                 if (span_[k] > 0 && (!workers_ || (decode && follows_ == Follow::on_demand))) continue;
                 if (decode && follows_ == Follow::fill && k + w > 0) continue;
@@ -759,45 +761,56 @@ class Planner {
         std::vector<std::uint8_t> holds;  // [L * E]
         Rate rate;
     };
-    // A layer of a decode: on-demand copies what it lacks, then runs it; fill computes it near data and copies it behind.
+    // A layer of a decode on each shadow.
     void run_shadows(std::size_t base, int n, const std::int32_t* needed, const std::int32_t* rows) {
-        double gpu_s = 0.0, last_s = 0.0, here_s = 0.0, work = 0.0;
-        int missing = 0;
-        for (int i = 0; i < n; ++i) {
-            const std::size_t k = base + needed[i];
-            last_s = costs_.gpu_s + (rows[i] - 1) * costs_.gpu_row_s;
-            gpu_s += last_s;
-            missing += !on_demand_.holds[k];
-            on_demand_.holds[k] = 1;
-            if (fill_.holds[k]) here_s += last_s;
-            else work += std::max(1.0, rows[i] / costs_.free_rows);
+        for (const Follow rule : {Follow::on_demand, Follow::fill, Follow::split}) {
+            Shadow& of = shadows_[static_cast<int>(rule) - 1];
+            double here_s = 0.0, gpu_s = 0.0, work = 0.0;  // of hits; of one expert; near data
+            int missing = 0;
+            for (int i = 0; i < n; ++i) {
+                gpu_s = costs_.gpu_s + (rows[i] - 1) * costs_.gpu_row_s;
+                if (of.holds[base + needed[i]]) here_s += gpu_s;
+                else work += std::max(1.0, rows[i] / costs_.free_rows), order_[at(missing++)] = needed[i];
+            }
+            int loads = rule == Follow::fill ? 0 : missing;
+            double took_s = here_s;
+            if (missing) {
+                if (rule == Follow::fill)
+                    for (int i = 0; i < missing; ++i) enqueue(static_cast<std::int32_t>(base) + order_[at(i)]);
+                const double fills_s = rule == Follow::fill ? filling_ * costs_.copy_s - link_s_ : 0.0;
+                took_s = std::numeric_limits<double>::infinity();
+                for (int k = rule == Follow::split ? 0 : loads, most = loads; k <= most; ++k) {
+                    const double end = shadow_end(here_s, gpu_s, missing, k, work * (missing - k) / missing, fills_s);
+                    if (end < took_s) took_s = end, loads = k;
+                }
+            }
+            of.rate.layers_s += took_s;
+            for (int i = 0; i < loads; ++i) of.holds[base + order_[at(i)]] = 1;
+            evict_oldest(of, base);
+            if (rule == Follow::fill) copy_behind(of, took_s + costs_.dense_s);
         }
-        evict_oldest(on_demand_, base);
-        on_demand_.rate.layers_s += missing ? std::max(gpu_s, missing * costs_.copy_s + last_s) + std::max(0.0, offset(Source::link)) : gpu_s;
-
-        for (int i = 0; i < n; ++i) {
-            const std::int32_t key = static_cast<std::int32_t>(base) + needed[i];
-            bool queued = fill_.holds[at(key)] || filling_ == kPool;
-            for (int j = 0; j < filling_; ++j) queued |= queue_[j] == key;
-            if (!queued) queue_[filling_++] = key;
-        }
-        double took_s = here_s;
-        if (work > 0 && workers_) {
-            const double busy_s = filling_ * costs_.copy_s - link_s_;
-            took_s = std::max(here_s, near_end(costs_.message_s, work / workers_, busy_s)) +
-                     std::max(0.0, offset(source(true, busy_s > 0)));
-        }
-        fill_.rate.layers_s += took_s;
-        link_s_ += took_s + costs_.dense_s;
+    }
+    // When a layer ends that loads k of its misses, `work` of which is near data, while the link copies for fills_s.
+    double shadow_end(double here_s, double gpu_s, int missing, int k, double work, double fills_s) const {
+        if (k < missing && !workers_) return std::numeric_limits<double>::infinity();
+        const double link_s = k ? k * costs_.copy_s : fills_s;
+        const double gpu = k ? std::max(here_s + k * gpu_s, link_s + gpu_s) : here_s;
+        const double near = k < missing ? near_end(costs_.message_s, work / workers_, link_s) : 0.0;
+        return std::max(gpu, near) + std::max(0.0, offset(source(k < missing, link_s > 0)));
+    }
+    void enqueue(std::int32_t key) {
+        if (filling_ < kPool && std::find(queue_, queue_ + filling_, key) == queue_ + filling_) queue_[filling_++] = key;
+    }
+    void copy_behind(Shadow& of, double seconds) {
+        link_s_ = filling_ ? link_s_ + seconds : 0.0;
         int arrived = 0;
         for (; arrived < filling_ && link_s_ >= costs_.copy_s; ++arrived) {
             link_s_ -= costs_.copy_s;
-            fill_.holds[at(queue_[arrived])] = 1;
-            evict_oldest(fill_, at(queue_[arrived] / experts_ * experts_));
+            of.holds[at(queue_[arrived])] = 1;
+            evict_oldest(of, at(queue_[arrived] / experts_ * experts_));
         }
         filling_ -= arrived;
         std::copy(queue_ + arrived, queue_ + arrived + filling_, queue_);
-        if (!filling_) link_s_ = 0.0;
     }
     void evict_oldest(Shadow& of, std::size_t base) {
         int held = 0;
@@ -814,20 +827,23 @@ class Planner {
     }
     // Every kJudged tokens: follow whichever takes less, the price of moving to its residents included.
     void judge() {
-        for (Rate* one : {&seen_rate_, &on_demand_.rate, &fill_.rate}) one->token();
-        if (off(Without::shadows) || !workers_ || steps_ % kJudged != 0 || on_demand_.rate.tokens < kJudged - 1) return;
-        const bool demand = on_demand_.rate.mean() <= fill_.rate.mean();
-        const Shadow& best = demand ? on_demand_ : fill_;
+        seen_rate_.token();
+        const Shadow* best = shadows_;
+        for (Shadow& one : shadows_) {
+            one.rate.token();
+            if (one.rate.mean() < best->rate.mean()) best = &one;
+        }
+        if (off(Without::shadows) || !workers_ || steps_ % kJudged != 0 || best->rate.tokens < 1) return;
         double now_s = seen_rate_.mean();
         if (follows_ != Follow::own) {
             known_own_s_ *= kFades;
-            now_s = std::max(now_s, (follows_ == Follow::fill ? fill_ : on_demand_).rate.mean());
+            now_s = std::max(now_s, shadow_token_s(follows_));
             if (now_s > known_own_s_) return follow(Follow::own);
         }
         int moves = 0;
-        for (std::size_t k = 0; k < best.holds.size(); ++k) moves += best.holds[k] && states_[k] == 0;
-        const Follow rule = demand ? Follow::on_demand : Follow::fill;
-        if (rule == follows_ || best.rate.mean() + moves * costs_.copy_s / kWindow >= kBetter * now_s) return;
+        for (std::size_t k = 0; k < best->holds.size(); ++k) moves += best->holds[k] && states_[k] == 0;
+        const auto rule = static_cast<Follow>(best - shadows_ + 1);
+        if (rule == follows_ || best->rate.mean() + moves * costs_.copy_s / kWindow >= kBetter * now_s) return;
         if (follows_ == Follow::own) known_own_s_ = now_s;
         follow(rule);
     }
@@ -1033,7 +1049,7 @@ class Planner {
     const std::uint8_t* states_;
     std::vector<double> fast_, slow_, request_, popular_, value_;  // [L * E]: phi, and V
     std::vector<std::int64_t> last_;                               // [L * E]: step of the last use
-    Shadow on_demand_, fill_;
+    Shadow shadows_[3];  // by Follow - 1
     std::vector<double> saved_;                                    // [L]: S
     std::vector<int> missed_;                                      // [L]: decode layers with misses
     std::vector<std::uint8_t> pooled_, foreign_;                   // [L * E]; foreign: of another GPU when last needed
