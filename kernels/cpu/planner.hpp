@@ -83,7 +83,7 @@ class Planner {
     static constexpr int kDisplaced = 12;            // residents whose worth is compared with what a layer loads
     // Shadows: means of about kWindow tokens, compared every kJudged tokens; one is followed if it takes less than kBetter
     // of what is seen. What is known of the own rule fades by kFades at each comparison, so it is tried again.
-    static constexpr int kWindow = 64, kJudged = 16;
+    static constexpr int kWindow = 64, kJudged = 8;
     static constexpr double kBetter = 0.97, kFades = 0.99;
     static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
 
@@ -840,10 +840,12 @@ class Planner {
             now_s = std::max(now_s, shadow_token_s(follows_));
             if (now_s > known_own_s_) return follow(Follow::own);
         }
-        int moves = 0;
-        for (std::size_t k = 0; k < best->holds.size(); ++k) moves += best->holds[k] && states_[k] == 0;
+        int moves = 0;  // experts in use that the rule would hold: each is a miss once
+        for (std::size_t k = 0; k < best->holds.size(); ++k)
+            moves += best->holds[k] && states_[k] == 0 && steps_ - last_[k] <= kJudged;
         const auto rule = static_cast<Follow>(best - shadows_ + 1);
-        if (rule == follows_ || best->rate.mean() + moves * costs_.copy_s / kWindow >= kBetter * now_s) return;
+        const double move_s = rule == Follow::on_demand ? costs_.copy_s : std::min(costs_.copy_s, costs_.near_busy_s / workers_);
+        if (rule == follows_ || best->rate.mean() + moves * move_s / kWindow >= kBetter * now_s) return;
         if (follows_ == Follow::own) known_own_s_ = now_s;
         follow(rule);
     }
