@@ -229,7 +229,7 @@ class Planner {
                     const Need& m = misses_[k - 1];
                     link += costs_.copy_s;
                     gpu = std::max(gpu, link) + m.gpu_s;
-                    if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * std::max(0.0, m.value - share_[k - 1]);
+                    if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * (m.value - share_[k - 1]);
                 }
                 if (span_[k] > 0 && (!workers_ || (decode && follows_ == Follow::on_demand))) continue;
                 if (decode && follows_ == Follow::fill && k + w > 0) continue;
