@@ -333,7 +333,8 @@ class Planner {
         out.link_s = demand;
         expected_s_ = out.end_s - now_s;
 
-        if (decode) run_shadows(base, n, needed, rows);
+        alone_ &= !owners;
+        if (decode && alone_) run_shadows(base, n, needed, rows);
         if (!decode) {
             prompt_layer_ = layer, prompt_end_s_ = out.end_s;
             for (int i = 0; i < n; ++i) need_[needed[i]] = 0;
@@ -465,6 +466,7 @@ class Planner {
             return;
         }
         seen_rate_.layers_s += seen_s;
+        for (Shadow& one : shadows_) one.rate.layers_s += std::exchange(one.layer_s, 0.0);
         expected_sum_ = 0.999 * expected_sum_ + seen_s;
         error_sum_ = 0.999 * error_sum_ + std::abs(seen_s - expected_s_);
         if (off(Without::correction)) return;
@@ -760,6 +762,7 @@ class Planner {
         explicit Shadow(std::size_t keys) : holds(keys, 0) {}
         std::vector<std::uint8_t> holds;  // [L * E]
         Rate rate;
+        double layer_s = 0.0;             // of the last plan
     };
     // A layer of a decode on each shadow.
     void run_shadows(std::size_t base, int n, const std::int32_t* needed, const std::int32_t* rows) {
@@ -784,7 +787,7 @@ class Planner {
                     if (end < took_s) took_s = end, loads = k;
                 }
             }
-            of.rate.layers_s += took_s;
+            of.layer_s = took_s;
             for (int i = 0; i < loads; ++i) of.holds[base + order_[at(i)]] = 1;
             evict_oldest(of, base);
             if (rule == Follow::fill) copy_behind(of, took_s + costs_.dense_s);
@@ -827,13 +830,14 @@ class Planner {
     }
     // Every kJudged tokens: follow whichever takes less, the price of moving to its residents included.
     void judge() {
+        if (!(seen_rate_.layers_s > 0)) return;  // no layer was planned
         seen_rate_.token();
         const Shadow* best = shadows_;
         for (Shadow& one : shadows_) {
             one.rate.token();
             if (one.rate.mean() < best->rate.mean()) best = &one;
         }
-        if (off(Without::shadows) || !workers_ || steps_ % kJudged != 0 || best->rate.tokens < 1) return;
+        if (off(Without::shadows) || !workers_ || !alone_ || steps_ % kJudged != 0 || best->rate.tokens < 1) return;
         double now_s = seen_rate_.mean();
         if (follows_ != Follow::own) {
             known_own_s_ *= kFades;
@@ -1065,6 +1069,7 @@ class Planner {
     int named_layer_ = -1, named_ranks_ = 1;
     Rate seen_rate_;
     Follow follows_ = Follow::own;
+    bool alone_ = true;           // no expert was another GPU's: the shadows know one GPU
     double known_own_s_ = 0.0;    // of a token by the own rule, before another was followed
     std::int32_t queue_[kPool];   // of the shadow that fills: copies that have not ended, and what the link did of them
     int filling_ = 0;
