@@ -153,7 +153,6 @@ FAMILIES: dict[str, Family] = {
     # popularity that drifts, as MoEpic's Table 1 needs it (Qwen1.5-MoE on MMLU); at 60 experts, top-4
     "drift": Family(0.0916, 0.15, 0.0129, 0.4485, 0.0097, 0.99, 0.0, 0.0, 0.05, 1.5),
 }
-CALIBRATED = tuple(FAMILIES)
 SCRIPTS: dict[str, Script] = {
     "phases": _phases, "bursts": _bursts, "unlike-prompt": _unlike_prompt, "alternate": _alternate, "cycle": _cycle,
     "hot": _hot, "zipf": _zipf,
@@ -221,6 +220,7 @@ CALIBRATIONS: dict[str, Calibration] = {
         },
     ),
 }  # fmt: skip
+NOTHING_PUBLISHED = Calibration("nothing published", 8, 64, 6, 16, 512, (16, 32, 48), {})  # of scripted families
 
 
 def calibrated(name: str, seed: int = 0) -> dict[str, float]:

@@ -229,7 +229,7 @@ class Planner {
                     const Need& m = misses_[k - 1];
                     link += costs_.copy_s;
                     gpu = std::max(gpu, link) + m.gpu_s;
-                    if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * (m.value - share_[k - 1]);
+                    if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * more_worth(m.value, share_[k - 1], decode);
                 }
                 if (span_[k] > 0 && (!workers_ || (decode && follows_ == Follow::on_demand))) continue;
                 if (decode && follows_ == Follow::fill && k + w > 0) continue;
@@ -639,6 +639,12 @@ class Planner {
             least = std::min(least, value_[base + e]);
         }
         return count < slots_ ? 0.0 : least;
+    }
+
+    // What a load gains later over the resident that it displaces. A decode's load takes that one's slot, whatever it was
+    // worth, but for what only passes through since the layer needs more than its slots; a prompt's layers take turns.
+    static double more_worth(double value, double displaced, bool decode) {
+        return decode && std::isfinite(displaced) ? value - displaced : std::max(0.0, value - displaced);
     }
 
     // span_[k]: work of the busiest worker if the first k misses are loaded, the first w copies waited for, and the first

@@ -15,7 +15,7 @@ from tiermoe.cluster.simulate.trace import Trace
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CALIBRATIONS)
 def test_a_family_is_as_published(name: str) -> None:
     found = calibrated(name, 0)
     targets = CALIBRATIONS[name].targets
