@@ -157,7 +157,7 @@ class PlannerStats:
         planned, local: forwards whose layers it decided, and those that native code ran, which loads every miss.
         planned_s, local_s: mean seconds of a decode forward of each kind, of as many rows as the last one; None: none.
         follows: the rule by which decodes are planned, `policies.auto.FOLLOWED`. token_s: mean seconds of a token's
-            planned layers, of late: as seen, and as the other rules would have taken, by name. None: it knows no others.
+            planned layers, of late: as seen, and as the other rules would have taken. None: it knows no others.
     """
 
     error: float

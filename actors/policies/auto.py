@@ -222,11 +222,11 @@ class Auto:
            most what its tries may cost: 1% of the time, less what earlier ones lost. If a layer ended so much sooner
            than predicted that at most half of its loss was left, the try goes on for 16; else the next one waits for
            twice as many layers and may cost half as much, five times at most. Owners alike, where all went near data.
-    Every 8 tokens: the rule whose shadow takes least over about 64 tokens is followed if it takes less than 0.97 of what
-    is seen, a miss for each expert that it holds and that was used in the last 8 tokens included. Its choice of loads
-    then takes the place of 2, 4 and 5, and V is 0.9^age. The own rule comes back when the followed one takes longer than
-    the own rule did before, which is forgotten by 1% every 8 tokens, so it is tried again. So what a prompt or an
-    average promises costs little once decodes do not confirm it. Not with several GPUs: a shadow knows one.
+    Every 8 tokens: the rule whose shadow takes least over about 64 tokens is followed if it takes less than 0.97 of
+    what is seen, a miss for each expert that it holds and that was used in the last 8 tokens included. Its choice of
+    loads then takes the place of 2, 4 and 5, and V is 0.9^age. The own rule comes back when the followed one takes
+    longer than the own rule did before, which is forgotten by 1% every 8 tokens, so it is tried again. So what a prompt
+    or an average promises costs little once decodes do not confirm it. Not with several GPUs: a shadow knows one.
     A prompt's layer is planned alike, by its own worth of a load and without what follows a decode. Where it uses more
     than half of the experts, the next layer is streamed ahead: as many of its absent experts, those of greatest V
     first, as the link can copy before its plan and find room. That layer's end is predicted with and without them, its
