@@ -109,6 +109,7 @@ class Planner {
             for (int j = 0; j < kFeatures; ++j) system_[i][j] = i == j ? kPrior : 0.0;
         }
         for (int r = 0; r < kRanks; ++r) precision_[r] = r < top_k ? 0.9 : 0.1;
+        held_.reserve(static_cast<std::size_t>(experts));
         named_.reserve(static_cast<std::size_t>(kRanks) * 64);
         if (off(Without::values)) std::fill(value_.begin(), value_.end(), 0.0);
     }
@@ -815,8 +816,10 @@ class Planner {
         int arrived = 0;
         for (; arrived < filling_ && link_s_ >= costs_.copy_s; ++arrived) {
             link_s_ -= costs_.copy_s;
+            const int layer = queue_[arrived] / experts_;
             of.holds[at(queue_[arrived])] = 1;
-            evict_oldest(of, at(queue_[arrived] / experts_ * experts_));
+            if (arrived + 1 == filling_ || link_s_ < costs_.copy_s || queue_[arrived + 1] / experts_ != layer)
+                evict_oldest(of, at(layer * experts_));
         }
         filling_ -= arrived;
         std::copy(queue_ + arrived, queue_ + arrived + filling_, queue_);
@@ -824,12 +827,13 @@ class Planner {
     void evict_oldest(Shadow& of, std::size_t base) {
         int held = 0;
         for (int e = 0; e < experts_; ++e) held += of.holds[base + e];
-        for (; held > slots_; --held) {
-            int victim = -1;
-            for (int e = 0; e < experts_; ++e)
-                if (of.holds[base + e] && (victim < 0 || last_use(base, e) < last_use(base, victim))) victim = e;
-            of.holds[base + victim] = 0;
-        }
+        if (held <= slots_) return;
+        held_.clear();
+        for (int e = 0; e < experts_; ++e)
+            if (of.holds[base + e]) held_.emplace_back(last_use(base, e), e);
+        const auto stay = held_.begin() + (held - slots_);
+        std::nth_element(held_.begin(), stay - 1, held_.end());
+        for (auto one = held_.begin(); one != stay; ++one) of.holds[base + one->second] = 0;
     }
     std::int64_t last_use(std::size_t base, int e) const {
         return base == planned_base_ && need_[at(e)] > 0 ? steps_ : last_[base + e];
@@ -1073,6 +1077,7 @@ class Planner {
     std::vector<std::int32_t> order_;
     std::vector<std::int32_t> named_;  // [rows, ranks]: predicted for named_layer_
     int named_layer_ = -1, named_ranks_ = 1;
+    std::vector<std::pair<std::int64_t, int>> held_;  // [E]: of a shadow's layer, last use and expert
     Rate seen_rate_;
     Follow follows_ = Follow::own;
     bool alone_ = true;           // no expert was another GPU's: the shadows know one GPU
