@@ -35,11 +35,12 @@ def test_one_seed_gives_one_routing() -> None:
     assert all(len(set(row)) == 2 for row in ids[0].reshape(-1, 2).tolist())
 
 
-# experts in use by a prompt of 20 tokens and an answer of 20, of 16 experts, top-2; and changes of the set in the answer
+# experts in use by a prompt and an answer of 20 tokens each, of 16 experts, top-2; changes of the set in the answer
 @pytest.mark.parametrize(
     ("name", "prompt", "answer", "changes"),
     [
-        ("phases", 3, 15, 4), ("bursts", 8, 8, 3), ("unlike-prompt", 4, 4, 0), ("alternate", 4, 4, 19), ("cycle", 12, 12, 19),
+        ("phases", 3, 15, 4), ("bursts", 8, 8, 3), ("unlike-prompt", 4, 4, 0), ("alternate", 4, 4, 19),
+        ("cycle", 12, 12, 19),
     ],
 )  # fmt: skip
 def test_a_script_says_which_experts_are_in_use(name: str, prompt: int, answer: int, changes: int) -> None:
