@@ -155,7 +155,7 @@ def draw(
     """Draw requests of synthetic routing; `layers` of the shape's, none of them: all."""
     shape = shape_named(shape_name)
     count, experts, k = min(shape.moe_layers, layers or shape.moe_layers), shape.experts, shape.top_k
-    generator, rng = Generator(FAMILIES[family], count, experts, k, seed), np.random.default_rng(100 + seed)
+    generator, rng = Generator(FAMILIES[family], count, experts, k, seed, PROMPT), np.random.default_rng(100 + seed)
     named = min(2 * k, experts)
     popular = np.zeros((count, experts), np.int64)
     for _ in range(OTHERS):

@@ -56,6 +56,11 @@ def filled(planner: Planner) -> None:
 def costs(planner: Planner) -> tuple[float, float, float, float, float, float, float, float]:
     """Costs as corrected."""
 
+def followed(planner: Planner) -> tuple[int, float, float, float, float]:
+    """
+    The rule that is followed (0: its own), seconds of a token as seen, and of on-demand, fill and split.
+    """
+
 def error(planner: Planner) -> float:
     """Mean error of predicted layer times, as a share of the time."""
 

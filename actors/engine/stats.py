@@ -155,6 +155,8 @@ class PlannerStats:
             and while it copies. message_s: of a message to an NDP worker and back.
         planned, local: forwards whose layers it decided, and those that native code ran, which loads every miss.
         planned_s, local_s: mean seconds of a decode forward of each kind, of as many rows as the last one; None: none.
+        follows: the rule by which decodes are planned, `policies.auto.FOLLOWED`. token_s: mean seconds of a token's
+            planned layers, of late: as seen, and as the other rules would have taken. None: it knows no others.
     """
 
     error: float
@@ -166,6 +168,8 @@ class PlannerStats:
     local: int = 0
     planned_s: float | None = None
     local_s: float | None = None
+    follows: str | None = None
+    token_s: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

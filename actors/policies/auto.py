@@ -81,7 +81,8 @@ class Without(IntFlag):
     LEARNING: fixed weights w. BACKGROUND: a miss that is computed near data is not copied behind it. PREFETCH: nothing
     is copied for the next layer. RESIDENTS: what is here runs here. CORRECTION: costs stay as given. ADMISSION: what is
     loaded always takes a slot. PRICE: background copies cost nothing. REFUSAL: a copy under way is always waited for.
-    SPLIT: every miss is computed near data.
+    SPLIT: every miss is computed near data. SHADOWS: no other rule
+    is followed.
     """
 
     NOTHING = 0
@@ -96,6 +97,7 @@ class Without(IntFlag):
     PRICE = 256
     REFUSAL = 512
     SPLIT = 1024
+    SHADOWS = 2048
 
 
 class Costs(NamedTuple):
@@ -129,6 +131,18 @@ class Wanted(NamedTuple):
     victim: int | None
     worth_s: float
     prefetch: bool
+
+
+class Followed(NamedTuple):
+    """The rule by which decodes are planned: one of `FOLLOWED`. seen_s: mean seconds of the layers of a token, of late;
+    rules_s: those that the other rules would have taken, by name."""
+
+    rule: str
+    seen_s: float
+    rules_s: dict[str, float]
+
+
+FOLLOWED = ("auto", "on-demand", "fill", "split")  # as `Follow` in planner.hpp
 
 
 class LayerPlan(NamedTuple):
@@ -184,6 +198,9 @@ class Auto:
             1 / (1 + n) at the n-th, at least 0.05.
         rho: share of the wanted background copies that got done.
         q: precision of each rank of the next router's prediction.
+        shadows: of three rules with a cache of their own, LRU in each layer's share: on-demand (every miss over the
+            link), fill (every miss near data, and copied behind), split (misses over the link and near data, so that
+            the layer ends first); what holds which expert, and mean seconds of a token by the costs above.
         owner: seconds of other GPUs' answers, over a message, g and, where they lack the expert, t; a factor.
 
     Flow of a layer, `plan`:
@@ -205,6 +222,11 @@ class Auto:
            most what its tries may cost: 1% of the time, less what earlier ones lost. If a layer ended so much sooner
            than predicted that at most half of its loss was left, the try goes on for 16; else the next one waits for
            twice as many layers and may cost half as much, five times at most. Owners alike, where all went near data.
+    Every 8 tokens: the rule whose shadow takes least over about 64 tokens is followed if it takes less than 0.97 of
+    what is seen, a miss for each expert that it holds and that was used in the last 8 tokens included. Its choice of
+    loads then takes the place of 2, 4 and 5, and V is 0.9^age. The own rule comes back when the followed one takes
+    longer than the own rule did before, which is forgotten by 1% every 8 tokens, so it is tried again. So what a prompt
+    or an average promises costs little once decodes do not confirm it. Not with several GPUs: a shadow knows one.
     A prompt's layer is planned alike, by its own worth of a load and without what follows a decode. Where it uses more
     than half of the experts, the next layer is streamed ahead: as many of its absent experts, those of greatest V
     first, as the link can copy before its plan and find room. That layer's end is predicted with and without them, its
@@ -341,6 +363,11 @@ class Auto:
     def costs(self) -> Costs:
         """As corrected so far."""
         return Costs._make(self._native.costs(self._planner))
+
+    def followed(self) -> Followed:
+        """By which rule decodes are planned, and why."""
+        rule, seen_s, *rules_s = self._native.followed(self._planner)
+        return Followed(FOLLOWED[rule], seen_s, dict(zip(FOLLOWED[1:], rules_s, strict=True)))
 
     def error(self) -> float:
         """Mean difference of predicted and seen layer time, as a share of the time; over about 1,000 layers."""

@@ -151,6 +151,10 @@ class HybridRule(ABC):
     def filled(self) -> None:
         return None
 
+    def followed(self) -> None:
+        """It follows no other rule."""
+        return None
+
     def error(self) -> float:
         """As `Auto.error`."""
         return self._error

@@ -269,6 +269,18 @@ class RuntimeCounters(Collector):
                     "tiermoe_planner_error_ratio", "Predicted against measured time of a layer, mean difference.",
                     planner["error"],
                 )  # fmt: skip
+                if planner["follows"] is not None:
+                    taken = GaugeMetricFamily(
+                        "tiermoe_planner_token_seconds", "Experts of a token: as seen, and by the rules of shadows.",
+                        labels=["rule"],
+                    )  # fmt: skip
+                    for rule, taken_s in planner["token_s"].items():
+                        taken.add_metric([rule], taken_s)
+                    yield taken
+                    yield GaugeMetricFamily(
+                        "tiermoe_planner_follows_other", "1 while another rule than the planner's own is followed.",
+                        float(planner["follows"] != "auto"),
+                    )  # fmt: skip
             loaded = CounterMetricFamily(
                 "tiermoe_expert_bytes_loaded", "Expert bytes brought to the device.", labels=["cause"]
             )

@@ -15,7 +15,7 @@ from ..report.tables import Facts, Grid, facts, grid, results, share, show
 from ..simulate.importers import FORMATS, import_trace
 from ..simulate.shapes import shape_named
 from ..simulate.statistics import CACHES, PHASES, figures_of, routing_of
-from ..simulate.synthetic import CALIBRATIONS, FAMILIES, comparable, write_synthetic
+from ..simulate.synthetic import CALIBRATIONS, FAMILIES, NOTHING_PUBLISHED, comparable, write_synthetic
 from ..simulate.trace import MAX_DISTANCE, Trace, TraceHeader
 from .options import AsJson
 
@@ -62,7 +62,9 @@ def make_command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the routing.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a synthetic trace of a published model's shape, in a family that is calibrated on published statistics."""
+    """Draw a synthetic trace of a published model's shape, in a family that is calibrated on published statistics,
+    or in one that a script makes hard for some policy.
+    """
     check_folder(out, "OUT", empty=True)
     if family not in FAMILIES:
         raise ConfigError(f"--family is '{family}'", f"give one of {', '.join(FAMILIES)}")
@@ -70,7 +72,7 @@ def make_command(
         out, family, shape, shape_named(shape), requests, prompt_tokens, max_tokens, distances, seed
     )
     routing = routing_of(header, Trace(out).requests())
-    calibration = CALIBRATIONS[family]
+    calibration = CALIBRATIONS.get(family) or NOTHING_PUBLISHED
     sizes = [max(header.top_k, round(size / calibration.experts * header.experts)) for size in calibration.sizes]
     found = comparable(routing, sizes, seed)
     targets = {name: target.value for name, target in calibration.targets.items()}

@@ -308,7 +308,17 @@ def planner_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("needed experts", f"{_shares(total)}{copies}"),
         ("forwards", _forwards(planner)),
         ("planned by", f"{planned_by(planner)}{error}"),
+        *_followed(planner),
     ]
+
+
+def _followed(planner: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The rule that the planner follows, and what a token takes by each; empty before a token has been planned."""
+    token_s = planner.get("token_s")
+    if not token_s or not token_s["seen"]:
+        return []
+    others = ", ".join(f"{rule} {seconds(taken)}" for rule, taken in token_s.items() if rule != "seen")
+    return [("follows", f"{planner['follows']}: a token's experts took {seconds(token_s['seen'])} of late; {others}")]
 
 
 def _needed(total: Mapping[str, Any]) -> str:

@@ -8,12 +8,15 @@
 All layers read one state, so a layer's routing tells of later layers', and an earlier token of the same type in a
 similar context is routed alike: maps and predictors find what they find in a real model. A later layer's router, asked
 early, sees that layer's logits with as much noise as gives the family's recall.
+
+Scripted families are of no real model: each is hard for one simple rule. Which experts are *in use* changes by a
+script, and those get logits above all others; which of them a token picks is as in the family `flat`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -45,6 +48,7 @@ class Family:
         private: noise of one layer alone.
         sharpness: factor of the logits before the softmax.
         recalls: share of a layer's experts that its router names 1, 2, .. layers before.
+        script: of the experts in use; None: all are, always.
     """
 
     popularity: float
@@ -58,11 +62,87 @@ class Family:
     private: float
     sharpness: float
     recalls: tuple[float, ...] = (0.86, 0.78, 0.71, 0.65)
+    script: Script | None = None
 
     @property
     def type(self) -> float:
         """Share of the variance that the token's own type determines."""
         return 1.0 - self.topic - self.slow - self.fast - self.private
+
+
+# -- scripts: what is added to the logits of a request of one layer [t, E]
+
+Script = Callable[["Part", np.random.Generator], Floats]
+_IN_USE = 12.0  # logits of experts in use above those of the others
+
+
+@dataclass(frozen=True)
+class Part:
+    """A request at one layer: its tokens, of which the first `prompt` are its prompt, experts and top-K."""
+
+    tokens: int
+    prompt: int
+    experts: int
+    top_k: int
+
+    @property
+    def few(self) -> int:
+        """Experts that a set in use has: half more than a token needs."""
+        return min(self.experts, self.top_k + (self.top_k + 1) // 2)
+
+
+def _in_use(part: Part, rng: np.random.Generator, size: int, turns: Sequence[int]) -> Floats:
+    """Sets of `size` random experts, the turns[t]-th at token t; one set has nothing of the set before it if it can."""
+    found, before = np.zeros((part.tokens, part.experts)), np.zeros(0, np.int64)
+    for turn in sorted(set(turns)):
+        fresh = np.setdiff1d(np.arange(part.experts), before)
+        before = np.concatenate([rng.permutation(fresh), rng.permutation(before)])[:size]
+        found[np.ix_(np.asarray(turns) == turn, before)] = _IN_USE
+    return found
+
+
+def _phases(part: Part, rng: np.random.Generator) -> Floats:
+    """The set changes four times in the answer."""
+    length = max(1, -(-(part.tokens - part.prompt) // 5))
+    return _in_use(part, rng, part.few, [max(0, t - part.prompt) // length for t in range(part.tokens)])
+
+
+def _bursts(part: Part, rng: np.random.Generator) -> Floats:
+    """The same experts for five tokens, then others."""
+    return _in_use(part, rng, part.top_k, [t // 5 for t in range(part.tokens)])
+
+
+def _unlike_prompt(part: Part, rng: np.random.Generator) -> Floats:
+    """The prompt and the answer have a set each, of a quarter of the experts and at least the few."""
+    size = max(part.few, part.experts // 4)
+    return _in_use(part, rng, size, [int(t >= part.prompt) for t in range(part.tokens)])
+
+
+def _alternate(part: Part, rng: np.random.Generator) -> Floats:
+    """Two sets take turns, token by token."""
+    return _in_use(part, rng, part.top_k, [t % 2 for t in range(part.tokens)])
+
+
+def _cycle(part: Part, rng: np.random.Generator) -> Floats:
+    """Three quarters of the experts in a circle, the next K at each token: what LRU has just dropped."""
+    circle = rng.permutation(part.experts)[: max(part.top_k + 1, 3 * part.experts // 4)]
+    found = np.zeros((part.tokens, part.experts))
+    for t in range(part.tokens):
+        found[t, circle[(t * part.top_k + np.arange(part.top_k)) % len(circle)]] = _IN_USE
+    return found
+
+
+def _hot(part: Part, rng: np.random.Generator) -> Floats:
+    """Half of each token's experts are always the same, the others any."""
+    found = rng.normal(scale=3.0, size=(part.tokens, part.experts))
+    found[:, rng.permutation(part.experts)[: max(1, part.top_k // 2)]] += _IN_USE
+    return found
+
+
+def _zipf(part: Part, rng: np.random.Generator) -> Floats:
+    """Each token draws its experts alone, by Zipf's law (Gumbel's trick), which ranks other experts in each request."""
+    ranks = rng.permutation(part.experts) + 1.0
+    return np.asarray(_IN_USE * (rng.gumbel(size=(part.tokens, part.experts)) - np.log(ranks)))
 
 
 FAMILIES: dict[str, Family] = {
@@ -73,6 +153,11 @@ FAMILIES: dict[str, Family] = {
     # popularity that drifts, as MoEpic's Table 1 needs it (Qwen1.5-MoE on MMLU); at 60 experts, top-4
     "drift": Family(0.0916, 0.15, 0.0129, 0.4485, 0.0097, 0.99, 0.0, 0.0, 0.05, 1.5),
 }
+SCRIPTS: dict[str, Script] = {
+    "phases": _phases, "bursts": _bursts, "unlike-prompt": _unlike_prompt, "alternate": _alternate, "cycle": _cycle,
+    "hot": _hot, "zipf": _zipf,
+}  # fmt: skip
+FAMILIES |= {name: replace(FAMILIES["flat"], script=script) for name, script in SCRIPTS.items()}
 
 
 @dataclass(frozen=True)
@@ -135,6 +220,7 @@ CALIBRATIONS: dict[str, Calibration] = {
         },
     ),
 }  # fmt: skip
+NOTHING_PUBLISHED = Calibration("nothing published", 8, 64, 6, 16, 512, (16, 32, 48), {})  # of scripted families
 
 
 def calibrated(name: str, seed: int = 0) -> dict[str, float]:
@@ -177,11 +263,13 @@ class Generator:
     """Draws the requests of a model of L layers, E experts and top-K.
 
     Args:
-        family: how routing varies. seed: of everything.
+        family: how routing varies. seed: of everything. prompt: tokens of each request's prompt, for scripts.
     """
 
-    def __init__(self, family: Family, layers: int, experts: int, top_k: int, seed: int = 0) -> None:
-        self.family, self.layers, self.experts, self.top_k = family, layers, experts, top_k
+    def __init__(
+        self, family: Family, layers: int, experts: int, top_k: int, seed: int = 0, prompt: int = 0
+    ) -> None:
+        self.family, self.layers, self.experts, self.top_k, self.prompt = family, layers, experts, top_k, prompt
         self._rng = rng = np.random.default_rng(seed)
         quantiles = _normal_quantiles(experts)
         curve = family.popularity * (quantiles + family.tail * np.maximum(quantiles, 0.0) ** 2)
@@ -213,6 +301,9 @@ class Generator:
         found += self._popularity
         if family.private:
             found += np.sqrt(family.private) * rng.normal(size=found.shape)
+        if family.script is not None:
+            part = Part(len(tokens), min(self.prompt, len(tokens)), self.experts, self.top_k)
+            found += np.stack([family.script(part, rng) for _ in range(self.layers)], axis=1)
         return np.asarray(found)
 
     def requests(self, count: int, length: int, distances: int = 0) -> Iterator[Rows]:
@@ -273,7 +364,7 @@ def write_synthetic(
         ConfigError: `out` is not empty or cannot be made.
     """
     family = FAMILIES[name] if recalls is None else replace(FAMILIES[name], recalls=recalls)
-    generator = Generator(family, shape.moe_layers, shape.experts, shape.top_k, seed)
+    generator = Generator(family, shape.moe_layers, shape.experts, shape.top_k, seed, prompt_tokens)
     projection = np.random.default_rng(seed).normal(size=(DIMENSIONS, shape.hidden)) / np.sqrt(DIMENSIONS)
     settings = f"{name} {family} {shape_name} {requests} {prompt_tokens} {decode_tokens} {distances} {seed}"
     header = TraceHeader(

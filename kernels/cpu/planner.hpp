@@ -22,6 +22,10 @@ enum class Part : std::uint8_t { copy = 0, gpu = 1, near = 2, near_busy = 3, nea
 // What is at work in a layer beside the experts that are here: the link, near-data workers, both. Bit 0: the link copies.
 enum class Source : std::uint8_t { here = 0, link = 1, near = 2, both = 3 };
 
+// The rule that decodes follow: the planner's own, or with LRU on_demand: every miss over the link; fill: every miss near
+// data, and copied behind; split: misses over the link and near data, so that the layer ends first.
+enum class Follow : std::uint8_t { own = 0, on_demand = 1, fill = 2, split = 3 };
+
 struct PlannerCosts {
     double copy_s;             // one expert over the link
     double gpu_s, gpu_row_s;   // one expert on the GPU: its first row, and each further one
@@ -34,7 +38,7 @@ struct PlannerCosts {
 // Parts of the rule, for ablations; each bit set leaves one out.
 enum class Without : std::uint32_t {
     future = 1, values = 2, learning = 4, background = 8, prefetch = 16, residents = 32, correction = 64,
-    admission = 128, price = 256, refusal = 512, split = 1024,
+    admission = 128, price = 256, refusal = 512, split = 1024, shadows = 2048,
 };
 
 struct Wanted {  // a background copy
@@ -77,6 +81,10 @@ class Planner {
     static constexpr double kPromptStep = 0.25;      // weight of a seen layer of a prompt
     static constexpr double kMostSlower = 4.0;       // a layer of a prompt, against its parts; a pause says little
     static constexpr int kDisplaced = 12;            // residents whose worth is compared with what a layer loads
+    // Shadows: means of about kWindow tokens, compared every kJudged tokens; one is followed if it takes less than kBetter
+    // of what is seen. What is known of the own rule fades by kFades at each comparison, so it is tried again.
+    static constexpr int kWindow = 64, kJudged = 8;
+    static constexpr double kBetter = 0.97, kFades = 0.99;
     static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
 
     // states: [L * E], the caller's, read only: absent 0, loading 1, resident 2, staged 3.
@@ -85,7 +93,7 @@ class Planner {
         : layers_(layers), experts_(experts), slots_(slots), workers_(workers), without_(without), costs_(costs),
           states_(states), fast_(keys(), double(top_k) / experts), slow_(fast_), request_(fast_), popular_(fast_),
           value_(keys(), double(top_k) / experts / (1 - kDiscount)), last_(keys(), -1000),
-          saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), missed_(saved_.size(), 0), pooled_(keys(), 0), foreign_(keys(), 0),
+          shadows_{Shadow(keys()), Shadow(keys()), Shadow(keys())}, saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), missed_(saved_.size(), 0), pooled_(keys(), 0), foreign_(keys(), 0),
           need_(static_cast<std::size_t>(experts), 0), chance_(static_cast<std::size_t>(experts), 0.0),
           share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
           hits_(misses_.size()), flights_(misses_.size()), sorted_(misses_.size()), away_(misses_.size()), ranked_(misses_.size()),
@@ -101,6 +109,7 @@ class Planner {
             for (int j = 0; j < kFeatures; ++j) system_[i][j] = i == j ? kPrior : 0.0;
         }
         for (int r = 0; r < kRanks; ++r) precision_[r] = r < top_k ? 0.9 : 0.1;
+        held_.reserve(static_cast<std::size_t>(experts));
         named_.reserve(static_cast<std::size_t>(kRanks) * 64);
         if (off(Without::values)) std::fill(value_.begin(), value_.end(), 0.0);
     }
@@ -117,7 +126,15 @@ class Planner {
     const Wanted& wanted(int i) const { return wanted_[at(i)]; }
 
     // Slots of a layer from now on; at most its experts.
-    void resize(int slots) { slots_ = slots; }
+    void resize(int slots) {
+        slots_ = slots;
+        for (Shadow& one : shadows_) std::fill(one.holds.begin(), one.holds.end(), 0);
+    }
+
+    // The rule that is followed, and seconds of a token, of late: as seen, and what a simple rule would have taken.
+    Follow follows() const { return follows_; }
+    double seen_token_s() const { return seen_rate_.mean(); }
+    double shadow_token_s(Follow rule) const { return shadows_[static_cast<int>(rule) - 1].rate.mean(); }
 
     // Popularity from elsewhere: counts [L * E] of `tokens` tokens.
     void popularity(const std::int64_t* counts, double tokens, int top_k, int batch) {
@@ -148,6 +165,7 @@ class Planner {
                  int room = 0) {
         const bool decode = !(prompt_tokens > 0);
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
+        planned_base_ = base;
         forget_pool(layer);
         released_ = 0;
         judged_ = false;
@@ -212,9 +230,10 @@ class Planner {
                     const Need& m = misses_[k - 1];
                     link += costs_.copy_s;
                     gpu = std::max(gpu, link) + m.gpu_s;
-                    if (!off(Without::future)) gain += (1 - filled) * kept * saved * std::max(0.0, m.value - share_[k - 1]);
+                    if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * more_worth(m.value, share_[k - 1], decode);
                 }
-                if (!workers_ && span_[k] > 0) continue;
+                if (span_[k] > 0 && (!workers_ || (decode && follows_ == Follow::on_demand))) continue;
+                if (decode && follows_ == Follow::fill && k + w > 0) continue;
                 const double near = span_[k] > 0 ? near_end(start, span_[k], link) : now_s;
                 const Source by = source(span_[k] > 0, busy || k + w);
                 const double parts = std::max(gpu, near);
@@ -252,7 +271,8 @@ class Planner {
 
         for (int i = loads; decode && i < missing; ++i) {
             const double x = saved * (misses_[i].value - least);
-            if (x <= 0) continue;
+            if (follows_ == Follow::fill) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, saved, false});
+            if (x <= 0 || follows_ != Follow::own) continue;
             asked_ += 0.01;
             if (!off(Without::background)) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, x, false});
         }
@@ -268,7 +288,7 @@ class Planner {
             const Source then = source(span > 0, true);
             double end = was, price = began ? 0.0 : std::max(0.0, offset(then) - offset(by));
             if (span > 0) end = std::max({gpu, near_end(start, span, demand, demand, t + costs_.copy_s), others});
-            if (off(Without::price)) price = 0.0;
+            if (off(Without::price) || follows_ == Follow::fill) price = 0.0;
             else price += end - was + over * (loads_ * costs_.near_s / (costs_.near_s + costs_.copy_s) + last_near_ * slow);
             if (pool_[began].worth_s < price) break;
             t += costs_.copy_s;
@@ -277,7 +297,7 @@ class Planner {
         }
         int moved = 0;
         // last: residents to the near-data workers, while that ends the layer sooner under this link
-        if (workers_ && !off(Without::residents) && hits) {
+        if (workers_ && !off(Without::residents) && hits && !(decode && follows_ != Follow::own)) {
             std::sort(hits_.begin(), hits_.begin() + hits, [&](const Need& a, const Need& b) {
                 const double x = a.work * costs_.near_s - a.gpu_s, y = b.work * costs_.near_s - b.gpu_s;
                 return x != y ? x < y : a.at < b.at;
@@ -314,6 +334,8 @@ class Planner {
         out.link_s = demand;
         expected_s_ = out.end_s - now_s;
 
+        alone_ &= !owners;
+        if (decode && alone_) run_shadows(base, n, needed, rows);
         if (!decode) {
             prompt_layer_ = layer, prompt_end_s_ = out.end_s;
             for (int i = 0; i < n; ++i) need_[needed[i]] = 0;
@@ -365,7 +387,7 @@ class Planner {
         }
         if (learn) accumulate(base);
         for (int i = 0; i < n; ++i) last_[base + needed[i]] = steps_;
-        if (off(Without::values))
+        if (off(Without::values) || follows_ != Follow::own)
             for (int e = 0; e < experts_; ++e) v[e] = recent(base + e);
         for (int i = 0; i < n; ++i) need_[needed[i]] = 0;
         if (layer == layers_ - 1) end_token();
@@ -385,7 +407,7 @@ class Planner {
                 const double one = use_after_prompt(k, static_cast<double>(counts[k]), tokens, requests, batch);
                 const double use = others > 0 ? 1 - (1 - one) * (1 - others * request_[k]) : one;
                 fast_[k] = slow_[k] = request_[k] = use;
-                value_[k] = dot(use, use, use, popular_[k]);
+                value_[k] = follows_ != Follow::own ? recent(k) : dot(use, use, use, popular_[k]);
                 if (off(Without::values)) {
                     last_[k] = steps_ - std::min(40L, std::max(1L, std::lround(1 / std::max(use, 0.02))));
                     value_[k] = recent(k);
@@ -444,6 +466,8 @@ class Planner {
             }
             return;
         }
+        seen_rate_.layers_s += seen_s;
+        for (Shadow& one : shadows_) one.rate.layers_s += std::exchange(one.layer_s, 0.0);
         expected_sum_ = 0.999 * expected_sum_ + seen_s;
         error_sum_ = 0.999 * error_sum_ + std::abs(seen_s - expected_s_);
         if (off(Without::correction)) return;
@@ -549,7 +573,7 @@ class Planner {
     }
     // V of an expert once it has been used now.
     double value_if_used(std::size_t k) const {
-        if (off(Without::values)) return 1.0;
+        if (off(Without::values) || follows_ != Follow::own) return 1.0;
         const double q = request_[k], n = 80.0 + since_;
         return dot(kFast * fast_[k] + (1 - kFast), kSlow * slow_[k] + (1 - kSlow), q + (1 - q) / n, popular_[k]);
     }
@@ -616,6 +640,12 @@ class Planner {
             least = std::min(least, value_[base + e]);
         }
         return count < slots_ ? 0.0 : least;
+    }
+
+    // What a load gains later over the resident that it displaces. A decode's load takes that one's slot, whatever it was
+    // worth, but for what only passes through since the layer needs more than its slots; a prompt's layers take turns.
+    static double more_worth(double value, double displaced, bool decode) {
+        return decode && std::isfinite(displaced) ? value - displaced : std::max(0.0, value - displaced);
     }
 
     // span_[k]: work of the busiest worker if the first k misses are loaded, the first w copies waited for, and the first
@@ -723,6 +753,122 @@ class Planner {
             best = std::min(best, std::max(gpu, span_[k] > 0 ? near_end(start, span_[k], link) : now_s));
         }
         return best;
+    }
+
+    // -- shadows: what simple rules would have taken, on caches of their own
+
+    struct Rate {  // of a rule: seconds of this token's layers so far, and of about the last kWindow tokens
+        double layers_s = 0.0, sum_s = 0.0, tokens = 0.0;
+        void token() {
+            const double keeps = 1.0 - 1.0 / kWindow;
+            sum_s = keeps * sum_s + layers_s, tokens = keeps * tokens + 1.0, layers_s = 0.0;
+        }
+        double mean() const { return tokens > 0 ? sum_s / tokens : 0.0; }
+    };
+    struct Shadow {  // an LRU of each layer, whose stamps are `last_`
+        explicit Shadow(std::size_t keys) : holds(keys, 0) {}
+        std::vector<std::uint8_t> holds;  // [L * E]
+        Rate rate;
+        double layer_s = 0.0;             // of the last plan
+    };
+    // A layer of a decode on each shadow.
+    void run_shadows(std::size_t base, int n, const std::int32_t* needed, const std::int32_t* rows) {
+        for (const Follow rule : {Follow::on_demand, Follow::fill, Follow::split}) {
+            Shadow& of = shadows_[static_cast<int>(rule) - 1];
+            double here_s = 0.0, gpu_s = 0.0, work = 0.0;  // of hits; of one expert; near data
+            int missing = 0;
+            for (int i = 0; i < n; ++i) {
+                gpu_s = costs_.gpu_s + (rows[i] - 1) * costs_.gpu_row_s;
+                if (of.holds[base + needed[i]]) here_s += gpu_s;
+                else work += std::max(1.0, rows[i] / costs_.free_rows), order_[at(missing++)] = needed[i];
+            }
+            int loads = rule == Follow::fill ? 0 : missing;
+            double took_s = here_s;
+            if (missing) {
+                if (rule == Follow::fill)
+                    for (int i = 0; i < missing; ++i) enqueue(static_cast<std::int32_t>(base) + order_[at(i)]);
+                const double fills_s = rule == Follow::fill ? filling_ * costs_.copy_s - link_s_ : 0.0;
+                took_s = std::numeric_limits<double>::infinity();
+                for (int k = rule == Follow::split ? 0 : loads, most = loads; k <= most; ++k) {
+                    const double end = shadow_end(here_s, gpu_s, missing, k, work * (missing - k) / missing, fills_s);
+                    if (end < took_s) took_s = end, loads = k;
+                }
+            }
+            of.layer_s = took_s;
+            for (int i = 0; i < loads; ++i) of.holds[base + order_[at(i)]] = 1;
+            evict_oldest(of, base);
+            if (rule == Follow::fill) copy_behind(of, took_s + costs_.dense_s);
+        }
+    }
+    // When a layer ends that loads k of its misses, `work` of which is near data, while the link copies for fills_s.
+    double shadow_end(double here_s, double gpu_s, int missing, int k, double work, double fills_s) const {
+        if (k < missing && !workers_) return std::numeric_limits<double>::infinity();
+        const double link_s = k ? k * costs_.copy_s : fills_s;
+        const double gpu = k ? std::max(here_s + k * gpu_s, link_s + gpu_s) : here_s;
+        const double near = k < missing ? near_end(costs_.message_s, work / workers_, link_s) : 0.0;
+        return std::max(gpu, near) + std::max(0.0, offset(source(k < missing, link_s > 0)));
+    }
+    void enqueue(std::int32_t key) {
+        if (filling_ < kPool && std::find(queue_, queue_ + filling_, key) == queue_ + filling_) queue_[filling_++] = key;
+    }
+    void copy_behind(Shadow& of, double seconds) {
+        link_s_ = filling_ ? link_s_ + seconds : 0.0;
+        int arrived = 0;
+        for (; arrived < filling_ && link_s_ >= costs_.copy_s; ++arrived) {
+            link_s_ -= costs_.copy_s;
+            const int layer = queue_[arrived] / experts_;
+            of.holds[at(queue_[arrived])] = 1;
+            if (arrived + 1 == filling_ || link_s_ < costs_.copy_s || queue_[arrived + 1] / experts_ != layer)
+                evict_oldest(of, at(layer * experts_));
+        }
+        filling_ -= arrived;
+        std::copy(queue_ + arrived, queue_ + arrived + filling_, queue_);
+    }
+    void evict_oldest(Shadow& of, std::size_t base) {
+        int held = 0;
+        for (int e = 0; e < experts_; ++e) held += of.holds[base + e];
+        if (held <= slots_) return;
+        held_.clear();
+        for (int e = 0; e < experts_; ++e)
+            if (of.holds[base + e]) held_.emplace_back(last_use(base, e), e);
+        const auto stay = held_.begin() + (held - slots_);
+        std::nth_element(held_.begin(), stay - 1, held_.end());
+        for (auto one = held_.begin(); one != stay; ++one) of.holds[base + one->second] = 0;
+    }
+    std::int64_t last_use(std::size_t base, int e) const {
+        return base == planned_base_ && need_[at(e)] > 0 ? steps_ : last_[base + e];
+    }
+    // Every kJudged tokens: follow whichever takes less, the price of moving to its residents included.
+    void judge() {
+        if (!(seen_rate_.layers_s > 0)) return;  // no layer was planned
+        seen_rate_.token();
+        const Shadow* best = shadows_;
+        for (Shadow& one : shadows_) {
+            one.rate.token();
+            if (one.rate.mean() < best->rate.mean()) best = &one;
+        }
+        if (off(Without::shadows) || !workers_ || !alone_ || steps_ % kJudged != 0 || best->rate.tokens < 1) return;
+        double now_s = seen_rate_.mean();
+        if (follows_ != Follow::own) {
+            known_own_s_ *= kFades;
+            now_s = std::max(now_s, shadow_token_s(follows_));
+            if (now_s > known_own_s_) return follow(Follow::own);
+        }
+        int moves = 0;  // experts in use that the rule would hold: each is a miss once
+        for (std::size_t k = 0; k < best->holds.size(); ++k)
+            moves += best->holds[k] && states_[k] == 0 && steps_ - last_[k] <= kJudged;
+        const auto rule = static_cast<Follow>(best - shadows_ + 1);
+        const double move_s = rule == Follow::on_demand ? costs_.copy_s : std::min(costs_.copy_s, costs_.near_busy_s / workers_);
+        if (rule == follows_ || best->rate.mean() + moves * move_s / kWindow >= kBetter * now_s) return;
+        if (follows_ == Follow::own) known_own_s_ = now_s;
+        follow(rule);
+    }
+    void follow(Follow rule) {
+        follows_ = rule;
+        seen_rate_ = Rate();
+        forget_pool();
+        if (rule != Follow::own)  // else `used` does it, layer by layer
+            for (std::size_t k = 0; k < value_.size(); ++k) value_[k] = recent(k);
     }
 
     // -- background copies: the best kPool, kept until their layer comes
@@ -886,6 +1032,7 @@ class Planner {
         }
         ++steps_;
         ++since_;
+        judge();
     }
     void solve() {  // weights_ = system_^-1 target_, by elimination with row exchange
         double m[kFeatures][kFeatures], x[kFeatures];
@@ -918,6 +1065,7 @@ class Planner {
     const std::uint8_t* states_;
     std::vector<double> fast_, slow_, request_, popular_, value_;  // [L * E]: phi, and V
     std::vector<std::int64_t> last_;                               // [L * E]: step of the last use
+    Shadow shadows_[3];  // by Follow - 1
     std::vector<double> saved_;                                    // [L]: S
     std::vector<int> missed_;                                      // [L]: decode layers with misses
     std::vector<std::uint8_t> pooled_, foreign_;                   // [L * E]; foreign: of another GPU when last needed
@@ -929,6 +1077,15 @@ class Planner {
     std::vector<std::int32_t> order_;
     std::vector<std::int32_t> named_;  // [rows, ranks]: predicted for named_layer_
     int named_layer_ = -1, named_ranks_ = 1;
+    std::vector<std::pair<std::int64_t, int>> held_;  // [E]: of a shadow's layer, last use and expert
+    Rate seen_rate_;
+    Follow follows_ = Follow::own;
+    bool alone_ = true;           // no expert was another GPU's: the shadows know one GPU
+    double known_own_s_ = 0.0;    // of a token by the own rule, before another was followed
+    std::int32_t queue_[kPool];   // of the shadow that fills: copies that have not ended, and what the link did of them
+    int filling_ = 0;
+    double link_s_ = 0.0;
+    std::size_t planned_base_ = 0;
     double load_[kMaxWorkers] = {};
     Wanted pool_[kPool];
     std::vector<Wanted> wanted_;

@@ -233,6 +233,10 @@ NB_MODULE(_planner, m) {
         const PlannerCosts& c = planner.costs();
         return {c.copy_s, c.gpu_s, c.gpu_row_s, c.near_s, c.near_busy_s, c.free_rows, c.message_s, c.dense_s};
     }, "planner"_a, "Costs as corrected.");
+    m.def("followed", [](const Planner& planner) {
+        return std::make_tuple(static_cast<int>(planner.follows()), planner.seen_token_s(), planner.shadow_token_s(Follow::on_demand),
+                               planner.shadow_token_s(Follow::fill), planner.shadow_token_s(Follow::split));
+    }, "planner"_a, "The rule that is followed (0: its own), seconds of a token as seen, and of on-demand, fill and split.");
     m.def("error", &Planner::error, "planner"_a, "Mean error of predicted layer times, as a share of the time.");
     m.def("replay", &replay, "rule"_a, "slots"_a, "shape"_a, "needed"_a, "rows"_a, "count"_a, "predicted"_a, "share"_a,
           "prompts"_a, "popular"_a, "popular_tokens"_a, "truth"_a, "belief"_a, "without"_a, "start"_a, "planner_s"_a, "first"_a,

@@ -3,8 +3,9 @@
 //
 // One virtual clock. A layer begins when its routing is known (T0) and ends when the GPU and the near-data worker have;
 // the next T0 is that end and the dense time. The link copies one expert at a time, is never interrupted, and takes
-// demand before background; background copies that have not begun are decided again at every T0. Loaded and prefetched
-// experts pass through staging slots outside the budget, so a prefetch evicts nothing until it is used.
+// demand before background; background copies that have not begun are decided again at every T0. A copy of the planner
+// takes its victim's slot when it begins, and the planner is told no predictions, as in the engine. The experts that
+// rivals load and prefetch pass through staging slots outside the budget, so a prefetch evicts nothing until it is used.
 #pragma once
 
 #include <algorithm>
@@ -71,7 +72,7 @@ class Replay {
 
   private:
     static constexpr std::uint8_t kAbsent = 0, kLoading = 1, kResident = 2, kStaged = 3;
-    struct Queued { std::int32_t key; bool prefetch; };
+    struct Queued { std::int32_t key; bool prefetch; std::int32_t victim = -1; };
 
     static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
     bool fixed() const { return rule_ == Rule::ktransformers || rule_ == Rule::context_cpu; }
@@ -170,6 +171,7 @@ class Replay {
             if (under_way_ || head >= queue_.size() || std::max(link_free_, submit_) >= until) break;
             link_free_ = std::max(link_free_, submit_) + c_.copy_s;
             flying_ = queue_[head++];
+            if (flying_.victim >= 0 && state_[at(flying_.victim)] == kResident) remove(flying_.victim);
             under_way_ = true;
             state_[at(flying_.key)] = kLoading;
         }
@@ -288,8 +290,6 @@ class Replay {
         int loads = 0;
         double work = 0.0, expected = 0.0;
         if (planned()) {
-            if (l + 1 < r_.layers)
-                planner_.predict(l + 1, r_.batch, r_.ranks, r_.predicted + (step + 1) * at(r_.batch) * at(r_.ranks));
             const std::int32_t flight = fly >= 0 ? base + needed[fly] : -1;
             const Planned plan = planner_.plan(l, n, needed, rows, t0, link0, fly >= 0, &flight, &lands, action_.data(), worker_.data());
             hits = misses = 0;
@@ -304,7 +304,8 @@ class Replay {
             expected = plan.near_s;
             queue_.clear();
             for (int i = 0; i < planner_.wanted_count(); ++i)
-                queue_.push_back({planner_.wanted(i).key, planner_.wanted(i).prefetch});
+                queue_.push_back({planner_.wanted(i).key, planner_.wanted(i).prefetch, planner_.wanted(i).victim});
+            for (int i = 0; i < loads; ++i) make_room(l);
         } else {
             loads = rival(base, needed, rows, misses, link0, t0, wait);
             for (int i = loads; i < misses; ++i) work += rows_work(rows[order_[at(i)]]);
@@ -355,6 +356,14 @@ class Replay {
         for (int i = 0; i < n; ++i) wanted_[at(needed[i])] = 0;
     }
 
+    // As in the engine, a demand load takes the slot of the resident of least worth that is not needed now.
+    void make_room(int layer) {
+        if (held_[at(layer)] < slots_) return;
+        int victim = -1;
+        for (int k = layer * r_.experts; k < (layer + 1) * r_.experts; ++k)
+            if (state_[at(k)] == kResident && !wanted_[at(k % r_.experts)] && (victim < 0 || planner_.value(k) < planner_.value(victim))) victim = k;
+        if (victim >= 0) remove(victim);
+    }
     // How many of the misses in `order_` a rival loads, the first ones; wait: whether for the copy under way.
     int rival(int base, const std::int32_t* needed, const std::int32_t* rows, int misses, double link0, double t0, bool& wait) {
         if (on_link_only()) return misses;

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tiermoe.actors.policies.auto import (
+    FOLLOWED,
     Action,
     Auto,
     Costs,
@@ -780,3 +781,76 @@ def test_a_layer_may_get_and_lose_slots() -> None:
     for wrong in (-1, 9):
         with pytest.raises(ValueError, match="at most its experts"):
             planner.resize(wrong)
+
+
+# -- rules that are followed -------------------------------------------------------------------------------------------
+
+
+def _decoded(planner: Auto, tokens: int, sets: int, true: Costs = COSTS, first: int = 0) -> tuple[int, list[str]]:
+    """Decode on four slots, with experts 4 to 7 in them: token t needs two experts, of `sets` pairs in turn, from
+    `first` on.
+
+    Returns how many were computed near data, and the rule that was followed at each token. Loads and fills arrive at
+    once, in the place of the expert of least worth.
+    """
+    near, rules = 0, list[str]()
+    states = planner.states
+    states[0, 4:] = RESIDENT
+    for token in range(tokens):
+        needed = np.arange(2, dtype=np.int32) + first + 2 * (token % sets)
+        found = planner.plan(0, needed, np.ones(2, np.int32), 0.0, 0.0)
+        actions = [Action(action) for action in found.actions]
+        near += actions.count(NEAR)
+        coming = [int(e) for e, action in zip(needed, actions, strict=True) if action is LOAD]
+        here = actions.count(HERE) * true.gpu_s
+        loads_s = len(coming) * true.copy_s + true.gpu_s if coming else 0.0
+        planner.took(max(here, loads_s, actions.count(NEAR) * true.near_s))
+        planner.used(0, needed)
+        for key in [*coming, *(wanted.key for wanted in found.wanted if wanted.key not in coming)]:
+            admitted, victim = planner.admit(key)
+            if admitted:
+                states[0, key] = RESIDENT
+                if victim is not None:
+                    states[0, victim] = ABSENT
+        rules.append(planner.followed().rule)
+    return near, rules
+
+
+PROMPT_ONLY = np.array([[0, 0, 0, 0, 60, 60, 60, 60]])  # uses by a prompt of 64 tokens
+
+
+@pytest.mark.parametrize(("first", "sets", "follows"), [(0, 1, True), (0, 2, True), (4, 2, False)])
+def test_a_simple_rule_is_followed_while_it_takes_less(first: int, sets: int, follows: bool) -> None:
+    """The prompt's experts, which are here, are never used, or nothing else is."""
+    costs = COSTS._replace(near_s=8.0, near_busy_s=30.0)
+    nears, rules = list[int](), list[set[str]]()
+    for without in (Without.NOTHING, Without.SHADOWS):
+        planner = auto(costs, layers=1, without=without | Without.LEARNING)
+        planner.prompt_end(PROMPT_ONLY, 64, 1, 1)
+        near, followed = _decoded(planner, 128, sets, costs, first)
+        nears.append(near)
+        rules.append(set(followed))
+    assert rules[1] == {"auto"}
+    assert (rules[0] != {"auto"}) == follows
+    assert nears[0] < nears[1] if follows else nears[0] == nears[1]
+
+
+def test_shadows_say_what_the_simple_rules_would_have_taken() -> None:
+    """Two experts in turn need two copies, then none: 1 s each on the GPU. The mean is of 8 tokens."""
+    planner = auto(layers=1)
+    _decoded(planner, 8, 1)
+    rule, seen_s, rules_s = planner.followed()
+    assert rules_s["on-demand"] > 2.0  # the first one takes 21 s
+    assert rules_s["on-demand"] < (21.0 + 7 * 2.0) / 8
+    assert seen_s > 0.0
+    assert rule in FOLLOWED
+    planner.resize(1)  # their caches begin again
+    _decoded(planner, 64, 1)
+    assert planner.followed().rules_s["on-demand"] > 8.0  # one slot: a copy a token at least
+
+
+def test_with_other_gpus_no_other_rule_is_followed() -> None:
+    planner = auto(COSTS._replace(near_s=8.0, near_busy_s=30.0), layers=1)
+    one = np.ones(1, np.uint8)
+    planner.plan(0, np.zeros(1, np.int32), np.ones(1, np.int32), 0.0, 0.0, owners=Owners(one, one))
+    assert set(_decoded(planner, 128, 1)[1]) == {"auto"}

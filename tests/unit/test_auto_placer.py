@@ -21,7 +21,7 @@ from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.auto import Action, Auto, Costs, LayerPlan, Part, Wanted
+from tiermoe.actors.policies.auto import Action, Auto, Costs, Followed, LayerPlan, Part, Wanted
 from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.worth import WorthEviction, WorthOrder
@@ -79,6 +79,9 @@ class Scripted:
 
     def filled(self) -> None:
         self.told.append(("filled",))
+
+    def followed(self) -> Followed:
+        return Followed("auto", 0.5, {"on-demand": 1.0})
 
     def error(self) -> float:
         return 0.25
@@ -317,6 +320,8 @@ def test_costs_are_corrected_by_what_was_measured_apart(rig: Rig) -> None:
     rig.begin(("a", 1, True))
     assert rig.stats.planner is not None
     assert rig.stats.planner.error == 0.25
+    assert rig.stats.planner.follows == "auto"
+    assert rig.stats.planner.token_s == {"seen": 0.5, "on-demand": 1.0}
 
 
 def test_a_layer_of_a_local_forward_that_comes_to_the_page_loads_every_miss(rig: Rig) -> None:

@@ -62,7 +62,7 @@ def test_rules_keep_what_they_say(rule: str, hits: float, loads: float, near: fl
 
 
 def test_cells_are_drawn_beforehand_and_a_larger_share_adds_to_them() -> None:
-    assert len(grid()) == len(set(grid())) == len(chosen(1.0)) == 1296
+    assert len(grid()) == len(set(grid())) == len(chosen(1.0)) == 4320
     assert chosen(0.25) == chosen(0.25)
     assert set(chosen(0.25)) < set(chosen(0.5))
     assert {(c.shape, c.family, c.batch) for c in chosen(0.001)} == {(c.shape, c.family, c.batch) for c in grid()}
@@ -74,7 +74,7 @@ def test_a_quick_run_reports_and_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row["family"] for row in first["rows"]] == [*FAMILIES, RECORDED]  # a cell of each
     assert all(set(row["over_best"]) == {*RULES, *STARTED} for row in first["rows"])
     assert {row["best"] for row in first["rows"]} <= set(PUBLISHED)
-    assert len(first["bars"]) == 7
+    assert len(first["bars"]) == 10
     monkeypatch.setattr(auto_cells, "draw", lambda *_: pytest.fail("it is finished"))
     again = auto(options, None).as_dict()
     assert (again["rows"], again["bars"]) == (first["rows"], first["bars"])

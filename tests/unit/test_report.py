@@ -410,6 +410,11 @@ def test_what_auto_chose_is_said_in_words() -> None:
         "5 planned, 27 in native code, which loads every miss; a token takes 11.0 ms planned and 5.0 ms so"
     )
     assert rows["planned by"].endswith("off by 25%")
+    assert "follows" not in rows
+    planner |= {"follows": "fill", "token_s": {"seen": 0.002, "on-demand": 0.003, "fill": 0.001, "split": 0.004}}
+    assert dict(planner_rows(counters))["follows"] == (
+        "fill: a token's experts took 2.0 ms of late; on-demand 3.0 ms, fill 1.0 ms, split 4.0 ms"
+    )
     alone = counters | {"planner": planner | {"planned": 0, "planned_s": None}}
     assert dict(planner_rows(alone))["forwards"] == "0 planned, 27 in native code, which loads every miss"
     assert dict(planner_rows(counters | {"planner": planner | {"local": 0}}))["forwards"] == "all 5 planned"

@@ -10,12 +10,12 @@ from commands import Command
 
 from tiermoe.cluster.simulate.shapes import shapes
 from tiermoe.cluster.simulate.statistics import map_recall, routing_of
-from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, Generator, calibrated
+from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, SCRIPTS, Generator, Part, calibrated
 from tiermoe.cluster.simulate.trace import Trace
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CALIBRATIONS)
 def test_a_family_is_as_published(name: str) -> None:
     found = calibrated(name, 0)
     targets = CALIBRATIONS[name].targets
@@ -33,6 +33,30 @@ def test_one_seed_gives_one_routing() -> None:
     assert (ids[0] == ids[1]).all()
     assert (ids[0] != ids[2]).any()
     assert all(len(set(row)) == 2 for row in ids[0].reshape(-1, 2).tolist())
+
+
+# experts in use by a prompt and an answer of 20 tokens each, of 16 experts, top-2; changes of the set in the answer
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer", "changes"),
+    [
+        ("phases", 3, 15, 4), ("bursts", 8, 8, 3), ("unlike-prompt", 4, 4, 0), ("alternate", 4, 4, 19),
+        ("cycle", 12, 12, 19),
+    ],
+)  # fmt: skip
+def test_a_script_says_which_experts_are_in_use(name: str, prompt: int, answer: int, changes: int) -> None:
+    in_use = SCRIPTS[name](Part(40, 20, 16, 2), np.random.default_rng(0)) > 0
+    assert in_use[:20].any(axis=0).sum() == pytest.approx(prompt, abs=2)
+    assert in_use[20:].any(axis=0).sum() == pytest.approx(answer, abs=3)
+    assert (in_use[21:] != in_use[20:-1]).any(axis=1).sum() == changes
+    if name == "unlike-prompt":
+        assert not (in_use[:20].any(axis=0) & in_use[20:].any(axis=0)).any()
+
+
+@pytest.mark.parametrize("name", ["hot", "zipf"])
+def test_few_experts_are_used_most(name: str) -> None:
+    ids = next(Generator(FAMILIES[name], 1, 16, 4, prompt=8).requests(1, 128)).ids
+    uses = np.sort(np.bincount(ids.reshape(-1), minlength=16))[::-1]
+    assert uses[:2].sum() > 0.35 * uses.sum()
 
 
 def test_similar_trajectories_predict_later_layers() -> None:

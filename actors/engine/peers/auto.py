@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ....kernels import _planner
 from ...core import _core
-from ...policies.auto import Action, Auto, Costs, Faster, Owners, Part, forward_seconds
+from ...policies.auto import Action, Auto, Costs, Faster, Followed, Owners, Part, forward_seconds
 from ...policies.auto import LayerPlan as Choice
 from ...policies.context_ndp import PlacementOptions
 from ...policies.hybrid import HybridRule, HybriMoe
@@ -82,6 +82,8 @@ class Planner(Protocol):
     def took(self, seen_s: float) -> None: ...
 
     def filled(self) -> None: ...
+
+    def followed(self) -> Followed | None: ...
 
     def error(self) -> float: ...
 
@@ -519,11 +521,11 @@ class AutoPlacer(PeerPlacer):
         return queued
 
     def _report(self, planner: Planner) -> None:
-        costs = planner.costs
+        costs, followed = planner.costs, planner.followed()
         (planned, local), (planned_s, local_s) = self._forwards, self.faster.seconds(self._decoded)
         self._cache.stats.planner = PlannerStats(
             planner.error(), costs.copy_s, costs.near_s, costs.near_busy_s, costs.message_s, planned, local, planned_s,
-            local_s,
+            local_s, followed and followed.rule, followed and {"seen": followed.seen_s, **followed.rules_s},
         )  # fmt: skip
 
 
