@@ -211,6 +211,8 @@ NB_MODULE(_core, m) {
             for (const Load& l : p.loads) loads.append(nb::make_tuple(l.segment, l.victim, l.after));
             return nb::make_tuple(p.run, p.resident, p.arriving, loads);
         }, "here"_a, "keep"_a)
+        .def_prop_ro("planned", [](const Core& c) { return std::pair(c.present().run, c.present().resident); },
+                     "Of the present pass: segments that run here in their order, and how many of these were resident.")
         .def("begin", &Core::begin)
         .def("load", &Core::load, nb::call_guard<nb::gil_scoped_release>())
         .def("next", &Core::next, nb::call_guard<nb::gil_scoped_release>())
@@ -280,6 +282,7 @@ NB_MODULE(_core, m) {
         return found;
     });
     bind_cpu(m);
+    bind_python_layer(m);
     bind_gpu(m);
     bind_maps(m);
     bind_routing(m);

@@ -179,7 +179,7 @@ class NativeLayer:
         launches: Launches | None = getattr(kernel, "launches", None)
         told = [getattr(watcher, "passed", None) for watcher in step.hooks.watch if watcher.always]
         native = isinstance(kernel, CpuKernel) or launches is not None
-        if not native or step.post is not None or backend.runner.low_bit is not None:
+        if not native or step.post is not None or backend.low_bit is not None:
             return None
         if None in told or len(told) > 1:
             return None
