@@ -4,8 +4,8 @@
 //     arrivals as they land, waves -> join peers, load and run what they lost -> combine -> close
 //
 // Whole experts and split ones are the same to it: a group is a segment's neurons. Rules and what looks ahead are the same on
-// each executor, which finds routers' scores for them: `CpuLayer` (cpu_layer.hpp), `GpuLayer` (gpu_module.cpp), and
-// `PythonLayer` (python_layer.cpp), whose parts are methods of Python.
+// each executor, which finds routers' scores for them: `CpuLayer` (cpu_layer.hpp), `GpuLayer` (gpu_module.cpp),
+// `VirtualLayer` (virtual_run.hpp) of recorded layers, and `PythonLayer` (python_layer.cpp), whose parts are Python's.
 #pragma once
 
 #include <functional>
@@ -110,6 +110,7 @@ class Layer {
     Spent spent_;                       // of the present pass
     Picked picked_;                     // its routing
     Segments keep_;                     // residents that leave last
+    std::vector<double> best_;          // `Passed::scores` of the present pass
     double peer_blocked_s_ = 0.0, peer_link_s_ = 0.0;  // of the present pass, of the other device with the most
 
   private:
@@ -117,7 +118,6 @@ class Layer {
     const KernelTable kernels_;
     Passes& passes_;
     std::function<void(const Given&)> hooks_;
-    std::vector<double> best_;  // `Passed::scores` of the present pass
 };
 
 // `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.

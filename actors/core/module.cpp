@@ -272,9 +272,9 @@ NB_MODULE(_core, m) {
             run.forward(recorded, keep, scores, calls);
         }, "ids"_a, "dense_s"_a, "keep"_a, "next_ids"_a.none(), "next_scores"_a.none(), "scores"_a.none(), "routed"_a.none(),
            "ahead"_a.none(), "ran"_a.none(), "last_rows"_a = Segments())
-        .def_prop_rw("records", [](const VirtualRun& run) { return run.passes.records; },
-                     [](VirtualRun& run, bool records) { run.passes.records = records; })
-        .def("take", [](VirtualRun& run) { return take(run.passes); });
+        .def_prop_rw("records", [](VirtualRun& run) { return run.passes().records; },
+                     [](VirtualRun& run, bool records) { run.passes().records = records; })
+        .def("take", [](VirtualRun& run) { return take(run.passes()); });
     nb::class_<AskedLog>(m, "AskedLog").def(nb::init<>()).def("take", [](AskedLog& log) {
         nb::list found;
         for (const auto& a : log.asked) found.append(nb::make_tuple(std::string(1, a.what), a.segment, a.slot));
