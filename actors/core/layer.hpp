@@ -47,7 +47,7 @@ constexpr Router kNoRouter = -1;
 // Changes the routing of a pass before it is planned.
 struct LayerRule {
     virtual void asks(Routers&) const {}  // adds those whose scores it probably reads
-    // False: the pass is for the page, and nothing has changed.
+    // False: the pass is for another executor, and nothing has changed.
     virtual bool apply(Layer& layer, const Given& given, Routed& routed) = 0;
     virtual void done() {}  // the pass runs so
     virtual ~LayerRule() = default;

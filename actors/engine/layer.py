@@ -129,7 +129,7 @@ class Watcher(Protocol):
     """always: it sees every layer; else those that `Placer.where` has planned.
 
     One that sees every layer may have a method `passed`, which is told of passes in native calls (`Passed`); else
-    its layers run the page.
+    the parts of its layers' passes are Python's.
     """
 
     always: bool
