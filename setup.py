@@ -198,6 +198,7 @@ setup(
                 "actors/core/maps_module.cpp",
                 "actors/core/module.cpp",
                 "actors/core/order_module.cpp",
+                "actors/core/python_layer.cpp",
                 "actors/core/routing_module.cpp",
                 "actors/core/stream_link.cpp",
                 "actors/core/stream_module.cpp",

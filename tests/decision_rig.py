@@ -131,7 +131,7 @@ class ScriptedNdp(SimulatedNdp):
 @contextmanager
 def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
     """The simulator on such a link and such peers, saying what its layers run."""
-    run, forward = RecordedBackend.run, SimulatedEngine.forward
+    begin, forward = RecordedBackend.begin, SimulatedEngine.forward
 
     def begun(self: SimulatedEngine, parts: Any) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
@@ -141,16 +141,19 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
             self.ndp.available = log.forwards % _ABSENT != 0
         forward(self, parts)
 
-    def ran(self: Any, step: Any, plan: Any, routing: Any, view: Any, calls: Any) -> None:
-        pairs = " ".join(f"{e}x{n}" for e, n in zip(routing.experts, routing.counts, strict=True))
+    def loaded(self: Any, of: Any) -> None:
         by_peer: dict[str, list[str]] = {}
-        for remote in plan.remote:
+        for remote in of.remote:
             by_peer.setdefault(remote.peer, []).append(f"{remote.key}{f'b{remote.bits}' if remote.bits else ''}")
         for peer, keys in by_peer.items():
             log.add(f"> {peer} {' '.join(keys)}")
-        run(self, step, plan, routing, view, calls)
-        held = " ".join(map(str, sorted(step.cache.residency.held())))
-        log.add(f"L{step.index} {pairs} | {' '.join(map(str, plan.run))} | {zlib.crc32(held.encode()):08x}")
+        begin(self, of)
+
+    def ran(self: Any, of: Any) -> None:
+        pairs = " ".join(f"{e}x{n}" for e, n in zip(of.routing.experts, of.routing.counts, strict=True))
+        run, _ = of.step.cache.core.planned
+        held = " ".join(map(str, sorted(of.step.cache.residency.held())))
+        log.add(f"L{of.step.index} {pairs} | {' '.join(map(str, run))} | {zlib.crc32(held.encode()):08x}")
 
     with pytest.MonkeyPatch.context() as patch:
         def link(clock: _core.Clock, machine: Machine) -> _core.VirtualLink:
@@ -163,7 +166,8 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
         patch.setattr(executor, "virtual_link", link)
         patch.setattr(ScriptedNdp, "script", script, raising=False)
         patch.setattr(executor, "SimulatedNdp", ScriptedNdp)
-        patch.setattr(RecordedBackend, "run", ran)
+        patch.setattr(RecordedBackend, "begin", loaded)
+        patch.setattr(RecordedBackend, "combine", ran)
         patch.setattr(SimulatedEngine, "forward", begun)
         yield
 

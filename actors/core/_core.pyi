@@ -358,6 +358,12 @@ class Core:
 
     def plan(self, here: Sequence[int], keep: Sequence[int]) -> tuple: ...
 
+    @property
+    def planned(self) -> tuple[list[int], int]:
+        """
+        Of the present pass: segments that run here in their order, and how many of these were resident.
+        """
+
     def begin(self) -> None: ...
 
     def load(self) -> None: ...
@@ -480,6 +486,14 @@ class CpuLayer(Layer):
     def step(self) -> CapsuleType: ...
 
     def fail(self) -> None: ...
+
+class PythonLayer(Layer):
+    """A layer whose parts are methods of Python (`engine.layer.Pass`)."""
+
+    def __init__(self, core: Core, index: int, experts: int, neurons: int, all: CpuLayers) -> None: ...
+
+    def run(self, parts: object) -> object:
+        """One pass; what `parts.combine` gives."""
 
 class GpuLayer(Layer):
     """

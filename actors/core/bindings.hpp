@@ -43,6 +43,7 @@ void bind_orders(nanobind::module_& m);  // order_module.cpp
 void bind_cpu(nanobind::module_& m);     // cpu_module.cpp
 void bind_gpu(nanobind::module_& m);     // gpu_module.cpp
 void bind_maps(nanobind::module_& m);    // maps_module.cpp
+void bind_python_layer(nanobind::module_& m);  // python_layer.cpp
 void bind_routing(nanobind::module_& m);  // routing_module.cpp
 void bind_streams(nanobind::module_& m);  // stream_module.cpp
 

@@ -40,14 +40,25 @@ Layer::Layer(Core& core, const Place& place, const KernelTable& kernels, Passes&
     passes_.experts = place.experts;
 }
 
-// Pairs by expert. False: an expert has too many rows.
-bool Layer::sort_pairs(std::int64_t tokens, const Routed& routed) {
-    const std::int64_t pairs = tokens * routed.top_k;
-    const std::int64_t* ids = routed.ids;
-    if (!picked_.sort(ids, tokens, pairs, at_.max_rows, key(0))) return false;
+bool Layer::route(const Given& given, Routed& routed) {
+    if (given.tokens < 1 || given.top_k < 1 || !product_fits({given.tokens, given.top_k}, at_.max_pairs)) return false;
+    picked_.expect(given.ids, given.tokens * given.top_k);
+    if (rule_ && !rule_->apply(*this, given, routed)) return false;
+    const std::int64_t pairs = given.tokens * routed.top_k;
+    if (!picked_.sort(routed.ids, given.tokens, pairs, at_.max_rows, key(0))) return false;
     picked_.place();
-    picked_.group(ids, pairs);
+    picked_.group(routed.ids, pairs);
+    if (rule_) rule_->done();
+    routed.picked = &picked_;
     return true;
+}
+
+void Layer::look_ahead(const Given& given, Asking asking) {
+    if (ahead_ && asking != Asking::hooks && ahead_->takes(given.top_k)) {
+        ahead_->run(*this, given, asking == Asking::always, best_);
+    } else if (hooks_) {
+        hooks_(given);
+    }
 }
 
 const std::vector<Group>& Layer::next() {
@@ -56,29 +67,24 @@ const std::vector<Group>& Layer::next() {
 }
 
 Stepped Layer::run(const Given& given, Asking asking) {
-    const std::int64_t tokens = given.tokens;
-    if (tokens < 1 || given.top_k < 1 || !product_fits({tokens, given.top_k}, at_.max_pairs)) return Stepped::left;
-    picked_.expect(given.ids, tokens * given.top_k);
     core_.arrive(at_.index);
-    Routed routed{given.ids, given.weights, given.top_k};
-    if (rule_ && !rule_->apply(*this, given, routed)) return Stepped::left;
-    if (!sort_pairs(tokens, routed)) return Stepped::left;
-    if (rule_) rule_->done();
+    Routed routed{given.ids, given.weights, given.top_k, given.tokens};
+    if (!route(given, routed)) return Stepped::left;
+    const Picked& picked = *routed.picked;
     const double& blocked_s = core_.counts()[at_.index].blocked_io_s;
     const double began_s = passes_.records ? core_.link().now_s() : 0.0, waited_s = blocked_s;
     spent_ = Spent{};
     best_.clear();
+    keep_.clear();
+    peer_blocked_s_ = peer_link_s_ = 0.0;
     try {
-        core_.plan(core_.open(at_.index, picked_.keys, picked_.counts, tokens, {}), {});
+        core_.plan(here(core_.open(at_.index, picked.keys, picked.counts, routed.tokens, routed.low)), keep_);
         core_.begin();
+        send();
         load();
-        if (ahead_ && asking != Asking::hooks && ahead_->takes(given.top_k)) {
-            ahead_->run(*this, given, asking == Asking::always, best_);
-        } else if (hooks_) {
-            hooks_(given);
-        }
+        look_ahead(given, asking);
         compute(given, routed);
-        core_.close();
+        core_.close(peer_blocked_s_, peer_link_s_);
     } catch (...) {
         core_.abandon();
         throw;
@@ -88,9 +94,9 @@ Stepped Layer::run(const Given& given, Asking asking) {
     if (passes_.records) {
         Passed& passed = passes_.add();
         passed.layer = at_.index;
-        passed.tokens = tokens;
-        passed.keys.assign(picked_.keys.begin(), picked_.keys.end());
-        passed.counts.assign(picked_.counts.begin(), picked_.counts.end());
+        passed.tokens = routed.tokens;
+        passed.keys.assign(picked.keys.begin(), picked.keys.end());
+        passed.counts.assign(picked.counts.begin(), picked.counts.end());
         passed.began_s = began_s;
         passed.ended_s = core_.link().now_s();
         passed.waited_s = spent_.waited_s;

@@ -1,10 +1,11 @@
 // A layer's pass in one call: asks the core what runs when, and has an executor compute it.
 //
-//     routing -> rule -> core.open, plan, begin, load -> prefetch or pre-eviction -> core.next: residents, arrivals as they
-//     land, waves -> combine
+//     arrive -> rule -> open -> place -> plan, begin -> send to peers -> load -> prefetch or pre-eviction -> next: residents,
+//     arrivals as they land, waves -> join peers, load and run what they lost -> combine -> close
 //
 // Whole experts and split ones are the same to it: a group is a segment's neurons. Rules and what looks ahead are the same on
-// each executor, which finds routers' scores for them: `CpuLayer` (cpu_layer.hpp), and `GpuLayer` (gpu_module.cpp).
+// each executor, which finds routers' scores for them: `CpuLayer` (cpu_layer.hpp), `GpuLayer` (gpu_module.cpp),
+// `VirtualLayer` (virtual_run.hpp) of recorded layers, and `PythonLayer` (python_layer.cpp), whose parts are Python's.
 #pragma once
 
 #include <functional>
@@ -23,11 +24,13 @@ namespace tiermoe::core {
 using Given = LayerInput;
 class Layer;
 
-// A routing as it runs.
+// A routing as it runs. low: keys of experts that run on their replicas.
 struct Routed {
     const std::int64_t* ids;
     const float* weights;
-    std::int64_t top_k;
+    std::int64_t top_k, tokens;
+    const Picked* picked = nullptr;
+    Segments low;
     std::int64_t substituted = 0, dropped = 0;
 };
 
@@ -44,7 +47,7 @@ constexpr Router kNoRouter = -1;
 // Changes the routing of a pass before it is planned.
 struct LayerRule {
     virtual void asks(Routers&) const {}  // adds those whose scores it probably reads
-    // False: the pass is for the page, and nothing has changed.
+    // False: the pass is for another executor, and nothing has changed.
     virtual bool apply(Layer& layer, const Given& given, Routed& routed) = 0;
     virtual void done() {}  // the pass runs so
     virtual ~LayerRule() = default;
@@ -89,8 +92,14 @@ class Layer {
     double& kernels_s() { return clock_s == cpu_s ? spent_.kernels_cpu_s : spent_.kernels_s; }
 
   protected:
+    // Whom a pass runs on. False: the pass is for another executor, and nothing has changed.
+    virtual bool route(const Given& given, Routed& routed);
+    // Of the segments that a pass needs those that run on this device; sets `keep_`.
+    virtual const Segments& here(const Segments& needed) { return needed; }
+    virtual void send() {}  // the others leave for their peers
     virtual void load() { core_.load(); }
-    // All of the plan, and the sums.
+    virtual void look_ahead(const Given& given, Asking asking);
+    // All of the plan, what peers have lost, and the sums; sets `peer_blocked_s_` and `peer_link_s_`.
     virtual void compute(const Given& given, const Routed& routed) = 0;
     // The next stretch of the plan, once it is there; empty: all has run.
     const std::vector<Group>& next();
@@ -100,15 +109,15 @@ class Layer {
     std::unique_ptr<LayerAhead> ahead_;
     Spent spent_;                       // of the present pass
     Picked picked_;                     // its routing
+    Segments keep_;                     // residents that leave last
+    std::vector<double> best_;          // `Passed::scores` of the present pass
+    double peer_blocked_s_ = 0.0, peer_link_s_ = 0.0;  // of the present pass, of the other device with the most
 
   private:
-    bool sort_pairs(std::int64_t tokens, const Routed& routed);
-
     const Place at_;
     const KernelTable kernels_;
     Passes& passes_;
     std::function<void(const Given&)> hooks_;
-    std::vector<double> best_;  // `Passed::scores` of the present pass
 };
 
 // `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.

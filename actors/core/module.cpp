@@ -211,6 +211,8 @@ NB_MODULE(_core, m) {
             for (const Load& l : p.loads) loads.append(nb::make_tuple(l.segment, l.victim, l.after));
             return nb::make_tuple(p.run, p.resident, p.arriving, loads);
         }, "here"_a, "keep"_a)
+        .def_prop_ro("planned", [](const Core& c) { return std::pair(c.present().run, c.present().resident); },
+                     "Of the present pass: segments that run here in their order, and how many of these were resident.")
         .def("begin", &Core::begin)
         .def("load", &Core::load, nb::call_guard<nb::gil_scoped_release>())
         .def("next", &Core::next, nb::call_guard<nb::gil_scoped_release>())
@@ -270,9 +272,9 @@ NB_MODULE(_core, m) {
             run.forward(recorded, keep, scores, calls);
         }, "ids"_a, "dense_s"_a, "keep"_a, "next_ids"_a.none(), "next_scores"_a.none(), "scores"_a.none(), "routed"_a.none(),
            "ahead"_a.none(), "ran"_a.none(), "last_rows"_a = Segments())
-        .def_prop_rw("records", [](const VirtualRun& run) { return run.passes.records; },
-                     [](VirtualRun& run, bool records) { run.passes.records = records; })
-        .def("take", [](VirtualRun& run) { return take(run.passes); });
+        .def_prop_rw("records", [](VirtualRun& run) { return run.passes().records; },
+                     [](VirtualRun& run, bool records) { run.passes().records = records; })
+        .def("take", [](VirtualRun& run) { return take(run.passes()); });
     nb::class_<AskedLog>(m, "AskedLog").def(nb::init<>()).def("take", [](AskedLog& log) {
         nb::list found;
         for (const auto& a : log.asked) found.append(nb::make_tuple(std::string(1, a.what), a.segment, a.slot));
@@ -280,6 +282,7 @@ NB_MODULE(_core, m) {
         return found;
     });
     bind_cpu(m);
+    bind_python_layer(m);
     bind_gpu(m);
     bind_maps(m);
     bind_routing(m);

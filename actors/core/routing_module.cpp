@@ -12,8 +12,8 @@
 #include <tuple>
 #include <utility>
 
-#include "../../kernels/cpu/sizes.hpp"
 #include "bindings.hpp"
+#include "routing.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -23,25 +23,6 @@ namespace {
 
 template <typename T>
 using Pairs = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;  // [T, K]
-
-std::int64_t in_range(std::int64_t layer, std::int64_t experts, std::int64_t tokens, std::int64_t top_k) {
-    if (layer < 0 || layer >= kMostKeys || experts < 1 || !product_fits({layer + 1, experts}, kMostKeys)) refuse("there is no such layer", layer);
-    if (tokens < 0 || top_k < 1 || !product_fits({tokens, top_k}, kMostKeys)) refuse("a routing has pairs, not tokens", tokens);
-    return experts;
-}
-
-struct Routing : Picked {
-    Routing(std::int64_t layer, std::int64_t experts, std::int64_t tokens, std::int64_t top_k)
-        : Picked(in_range(layer, experts, tokens, top_k)), layer(layer), tokens(tokens), top_k(top_k) {}
-    std::int64_t pairs() const { return starts.back(); }
-    // The expert of a key. Throws std::invalid_argument: the layer does not need it.
-    std::int64_t expert(Key key) const {
-        const std::int64_t found = key - (keys.empty() ? 0 : keys[0] - experts[0]);
-        if (!needs(found)) refuse("the layer does not need expert", key);
-        return found;
-    }
-    const std::int64_t layer, tokens, top_k;
-};
 
 void of_ids(Routing* made, std::int64_t layer, std::int64_t experts, const Pairs<std::int64_t>& ids,
             const std::optional<Pairs<bool>>& runs) {

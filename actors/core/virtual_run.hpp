@@ -1,16 +1,14 @@
 // The executor of recorded layers on a virtual clock: kernels let time pass, nothing is computed.
 //
-//     dense part -> arrive, open, plan, begin, load -> prefetch -> the host's time -> next: kernels -> close
-//
-// It is the page of `actors.engine.layer.MoeLayer` for layers whose experts all run here and whose routing nothing
-// changes, with `cluster.simulate.backend`'s figures.
+// Of layers whose experts all run here and whose routing nothing changes, with `cluster.simulate.backend`'s figures; a
+// layer's pass is `Layer::run`.
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <vector>
 
-#include "core.hpp"
-#include "picked.hpp"
+#include "layer.hpp"
 #include "virtual_link.hpp"
 
 namespace tiermoe::core {
@@ -52,33 +50,58 @@ struct Calls {
     std::function<void(std::int64_t)> ran;
 };
 
+// What the layers of one device share: its clock and link, and the present forward.
+struct Virtual {
+    Virtual(VirtualLink& link, Clock& clock, const Costs& costs) : link(link), clock(clock), costs(costs) {}
+    void compute(double seconds);  // kernels that take so long without a copy beside them
+
+    VirtualLink& link;
+    Clock& clock;
+    const Costs costs;
+    std::int64_t submitted = 0;  // bytes whose loads the host has paid for
+    Passes passes;               // of this forward; the next drops them
+    // of the present forward. scores: what prefetches; null: `calls->ahead` does
+    const Recorded* recorded = nullptr;
+    const Segments* keep = nullptr;
+    const ByScores* scores = nullptr;
+    const Calls* calls = nullptr;
+};
+
+// The host's time, then kernels that let time pass.
+class VirtualLayer : public Layer {
+  public:
+    VirtualLayer(Core& core, std::int64_t index, Virtual& of)
+        : Layer(core, {index, core.layout().experts, of.costs.neurons, 0, 0}, KernelTable{}, of.passes), of_(of) {}
+    Router routers() const override { return 0; }
+    std::int64_t outputs(Router) const override { return 0; }
+    const float* scores(const Given&, Router) override { throw Broken("recorded scores have no router"); }
+
+  protected:
+    bool route(const Given& given, Routed& routed) override;
+    const Segments& here(const Segments& needed) override;
+    void look_ahead(const Given& given, Asking asking) override;
+    void compute(const Given& given, const Routed& routed) override;
+
+  private:
+    void prefetch(const ByScores& scores);
+    double kernels_of(std::int64_t first, std::int64_t stop) const;
+
+    Virtual& of_;
+};
+
 class VirtualRun {
   public:
-    VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs& costs)
-        : core_(core), link_(link), clock_(clock), costs_(costs), picked_(core.layout().experts) {
-        passes.experts = core.layout().experts;
-    }
+    VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs& costs);
+    VirtualRun(const VirtualRun&) = delete;  // its layers refer to it
 
-    std::size_t layers() const { return static_cast<std::size_t>(core_.layout().layers); }
-    Passes passes;  // of this forward; the next drops them
-
+    std::size_t layers() const { return layers_.size(); }
+    Passes& passes() { return of_.passes; }
     // One forward. scores: what prefetches; null: `calls.ahead` does.
     void forward(const Recorded& recorded, const Segments& keep, const ByScores* scores, const Calls& calls);
 
   private:
-    void layer(std::int64_t layer, const Recorded& recorded, const Segments& keep, const ByScores* scores,
-               const Calls& calls);
-    void prefetch(std::int64_t layer, const Recorded& recorded, const ByScores& scores);
-    void compute(double seconds);
-    double kernels(std::int64_t first, std::int64_t stop) const;
-
-    Core& core_;
-    VirtualLink& link_;
-    Clock& clock_;
-    const Costs costs_;
-    std::int64_t submitted_ = 0;  // bytes whose loads the host has paid for
-    Picked picked_;
-    std::vector<double> best_;  // predicted for the next layer
+    Virtual of_;
+    std::vector<std::unique_ptr<VirtualLayer>> layers_;
 };
 
 }  // namespace tiermoe::core

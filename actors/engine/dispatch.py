@@ -1,54 +1,34 @@
-"""Executes a layer's plan: send to peers, run residents, run arrivals, join, combine."""
+"""Executes the parts of a layer's pass (`layer.Pass`) on a device: send to peers, run groups, join, combine."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..policies.plan import LayerPlan, Remote
+from ..policies.plan import Remote
 from .cache.cache import ExpertCache
 from .host_view import HostViews, LayerView, pairs_of, upload
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from ...kernels.expert_ffn import ExpertKernel
     from ...kernels.packed_slots import PackedKernel
-    from ..core import _core
     from .cache.device import Activations
-    from .layer import MoeLayer
+    from .layer import Groups, MoeLayer, Pass, Replicas
     from .peers.remote import RemoteCall, RemoteExperts
 
 _FEW_PAIRS = 64  # of a decode step
 
 
-class ExpertRunner:
-    """Runs a layer's plan through the experts of one cache: residents together, arrivals as they land.
+class _Rows(NamedTuple):
+    """What a pass works on: hidden [T, H], pairs [N], y [N, H], when it began, and the sums of peers."""
 
-    The result of a pair depends neither on when its expert arrived nor on the other pairs. The two segments of a split
-    expert are summed, in either order with the same result.
-
-    Args:
-        low_bit: runs low-bit replicas; None: plans have none.
-    """
-
-    def __init__(self, cache: ExpertCache, low_bit: PackedKernel | None = None) -> None:
-        self._cache, self.low_bit = cache, low_bit
-
-    def run(self, routing: _core.Routing, hidden: Any, pairs: Any, kernel: ExpertKernel, y: Any) -> None:
-        """Fill the rows of `y` of the experts in the present plan; shapes as in `ExpertKernel.run`.
-
-        Loads at `after = 0` are already issued. Raises RuntimeFailure: a copy failed; the caller then calls
-        `cache.abandon`.
-        """
-        cache, low_bit, top_k = self._cache, self.low_bit, routing.top_k
-        while (found := cache.next(routing)) is not None:
-            groups, replicas = found
-            if replicas and low_bit is not None:
-                low_bit.run(hidden, pairs, replicas, top_k, y)
-            if groups:
-                kernel.run(hidden, pairs, groups, top_k, y)
+    hidden: torch.Tensor
+    pairs: torch.Tensor
+    y: torch.Tensor
+    began_s: float
+    partials: list[tuple[RemoteCall, torch.Tensor]]
 
 
 class DeviceBackend:
@@ -74,7 +54,7 @@ class DeviceBackend:
         peer_named: Callable[[str], RemoteExperts] | None = None,
         low_bit: PackedKernel | None = None,
     ) -> None:
-        self.cache, self.views, self.runner = cache, views, ExpertRunner(cache, low_bit)
+        self.cache, self.views, self.low_bit = cache, views, low_bit
         self._activations, self._peer_named = activations, peer_named
         self._kept: dict[tuple[int, int, int, torch.dtype], torch.Tensor] = {}
         self._stream: Callable[[], int] | None = None
@@ -90,38 +70,52 @@ class DeviceBackend:
         view.outgoing = outgoing
         return view
 
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: LayerView) -> list[RemoteCall]:
-        """Send the plan's remote experts to their peers, one batch each; waits for the rows, not for answers."""
-        outgoing, peer_named = view.outgoing, self._peer_named
+    def send(self, of: Pass) -> list[RemoteCall]:
+        """Send the remote experts to their peers, one batch each; waits for the rows, not for answers."""
+        outgoing, peer_named = of.view.outgoing, self._peer_named
         assert outgoing is not None  # of `look`
-        assert peer_named is not None  # other plans have no peers
+        assert peer_named is not None  # other passes have no peers
         parts: dict[str, list[Remote]] = {}
-        for remote in plan.remote:
+        for remote in of.remote:
             parts.setdefault(remote.peer, []).append(remote)
-        weights, decode = view.weights, self.cache.decode_only
-        return [peer_named(name).send(routing, part, outgoing, weights, decode) for name, part in parts.items()]
+        weights, decode = of.view.weights, self.cache.decode_only
+        return [peer_named(name).send(of.routing, part, outgoing, weights, decode) for name, part in parts.items()]
 
-    def run(
-        self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: LayerView, calls: Sequence[RemoteCall]
-    ) -> torch.Tensor:
-        """The layer's output [T, H]. Raises RuntimeFailure: a copy failed."""
-        hidden, kernel, timeline = view.hidden, step.kernel, self.cache.timeline
-        began_s = time.perf_counter() if timeline.enabled else 0.0
-        pairs, y = pairs_of(routing, hidden.device), self._rows(hidden, routing.pairs)  # [N], [N, H]
-        if calls:
+    def begin(self, of: Pass) -> _Rows:
+        hidden, began_s = of.view.hidden, time.perf_counter() if self.cache.timeline.enabled else 0.0
+        pairs, y = pairs_of(of.routing, hidden.device), self._rows(hidden, of.routing.pairs)  # [N], [N, H]
+        if of.calls:
             y.zero_()  # where no kernel writes
-        self.runner.run(routing, hidden, pairs, kernel, y)
-        partials: list[tuple[RemoteCall, torch.Tensor]] = []
-        for call in calls:
-            if (partial := self.join(step.index, call)) is not None:
-                partials.append((call, partial))
-            else:
-                self._recompute(step, call, routing, hidden, pairs, y)
+        return _Rows(hidden, pairs, y, began_s, [])
+
+    def run(self, of: Pass, groups: Groups, replicas: Replicas) -> None:
+        """The result of a pair depends neither on when its expert arrived nor on the other pairs. The two segments of a
+        split expert are summed, in either order with the same result.
+        """
+        hidden, pairs, y, *_ = of.work
+        if replicas and self.low_bit is not None:
+            self.low_bit.run(hidden, pairs, replicas, of.routing.top_k, y)
+        if groups:
+            of.step.kernel.run(hidden, pairs, groups, of.routing.top_k, y)
+
+    def join(self, of: Pass, call: RemoteCall) -> bool:
+        partial = self._receive(of.step.index, call)
+        if partial is not None:
+            of.work.partials.append((call, partial))
+        else:
+            call.recomputed = True
+            self.cache.stats.layers[of.step.index].count_recomputed(call.peer.kind, call.pairs)
+        return partial is not None
+
+    def combine(self, of: Pass) -> torch.Tensor:
+        """The layer's output [T, H]."""
+        hidden, _, y, began_s, partials = of.work
+        step, timeline = of.step, self.cache.timeline
         if step.post is not None:
             y = step.post(y)
             for call, _ in partials:
-                y[upload(routing.pairs_of(call.keys), y.device)] = 0  # a norm of zeros need not be zero
-        out = kernel.combine(y, view.device_weights)
+                y[upload(of.routing.pairs_of(call.keys), y.device)] = 0  # a norm of zeros need not be zero
+        out = step.kernel.combine(y, of.view.device_weights)
         for call, partial in partials:
             sums = partial.to(out.dtype)
             out = out.add_(sums) if call.rows is None else out.index_add_(0, call.rows, sums)
@@ -149,7 +143,7 @@ class DeviceBackend:
                 found = self._kept[key] = torch.empty((count, width), dtype=hidden.dtype, device=hidden.device)
         return found
 
-    def join(self, layer: int, call: RemoteCall) -> torch.Tensor | None:
+    def _receive(self, layer: int, call: RemoteCall) -> torch.Tensor | None:
         """Wait for a peer's answer: the partial sums [R, H] of its rows; None: no answer."""
         if not call.sent:
             return None
@@ -171,17 +165,3 @@ class DeviceBackend:
         else:
             call.blocked_s, call.link_s = answer.paced_s - answer.measured_s, answer.modelled_s
         return self._activations.receive(answer.partial)
-
-    def _recompute(
-        self, step: MoeLayer, call: RemoteCall, routing: _core.Routing, hidden: torch.Tensor, pairs: torch.Tensor,
-        y: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """The peer is lost or late: load its experts and run them here in full precision."""
-        call.recomputed = True
-        cache = self.cache
-        cache.core.arrive()  # background copies of these may have begun since the layer did
-        cache.plan(cache.core.segments(call.keys))
-        cache.begin()
-        cache.load()
-        self.runner.run(routing, hidden, pairs, step.kernel, y)
-        cache.stats.layers[step.index].count_recomputed(call.peer.kind, call.pairs)

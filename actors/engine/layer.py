@@ -1,22 +1,23 @@
-"""One MoE layer, one page: route, view, reroute, plan, begin, send, load, prefetch, run, combine, observe.
+"""One MoE layer. Its pass is `core::Layer::run` (actors/core/layer.hpp), whatever executes it.
 
-It runs wherever peers, replicas, a norm after experts or other kernels than native code's take part, with the
-backends of the lead (`dispatch.DeviceBackend`), of another shard (`peers.shard`) and of the simulator
-(`cluster.simulate.backend`). Other passes are native calls with the same output, loads, victims and counters: on a GPU
-and on the CPU (`native_layer`; on the CPU many layers in one call, `model.native.Joined`), and of recorded layers
-(`backend.RecordedRun`).
+Where peers, replicas, a norm after experts or other kernels than native code's take part, the parts of the pass are
+methods of Python (`Pass`), with the backends of the lead (`dispatch.DeviceBackend`), of another shard (`peers.shard`)
+and of the simulator (`cluster.simulate.backend`). Else they are native, too: on a GPU and on the CPU (`native_layer`;
+on the CPU many layers in one call, `model.native.Joined`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..policies.plan import LayerPlan
+from ..core import _core
+from ..policies.plan import Remote, Where
 from .cache.cache import ExpertCache
 from .stats import LayerStats
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel
-    from ..core import _core
     from ..policies.routing import SequenceRows
     from .native_layer import Budget, CpuLayer, NativeLayer, ReleaseAhead, Replace, RoutersAhead
     from .peers.remote import RemoteCall
@@ -82,21 +82,36 @@ class View(Protocol):
         ...
 
 
+# as `ExpertKernel` and `PackedKernel` take them
+Groups: TypeAlias = "list[tuple[int, int, int, int, bool]]"
+Replicas: TypeAlias = "list[tuple[int, int, int]]"
+
+
 class Backend(Protocol):
-    """The executor of a layer: a GPU or the CPU in its place, a shard, a recorded trace."""
+    """What a pass of Python asks its executor: a GPU or the CPU in its place, a shard, a recorded trace."""
 
     def look(self, step: MoeLayer, weighed: bool, *inputs: Any) -> Any:
         """The `View` of the layer's inputs. weighed: the weights are read."""
         ...
 
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: Any) -> Sequence[RemoteCall]:
-        """Send the plan's remote experts to their peers; waits for no answer."""
+    def send(self, of: Pass) -> Sequence[RemoteCall]:
+        """Send `of.remote` to their peers; waits for no answer."""
         ...
 
-    def run(
-        self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: Any, calls: Sequence[RemoteCall]
-    ) -> Any:
-        """Run the plan (residents, arrivals, answers of peers); the layer's output. calls: of `send`."""
+    def begin(self, of: Pass) -> Any:
+        """The copies are queued: what the further methods find as `of.work`."""
+        ...
+
+    def run(self, of: Pass, groups: Groups, replicas: Replicas) -> None:
+        """Run experts that are in their slots, and replicas by their slot."""
+        ...
+
+    def join(self, of: Pass, call: RemoteCall) -> bool:
+        """Take a peer's answer; False: there is none, and its experts run here, in full precision."""
+        ...
+
+    def combine(self, of: Pass) -> Any:
+        """The layer's output."""
         ...
 
 
@@ -111,10 +126,10 @@ class RerouteHook(Protocol):
 
 
 class Watcher(Protocol):
-    """always: it sees every layer; else those that `Placer.plan` has planned.
+    """always: it sees every layer; else those that `Placer.where` has planned.
 
     One that sees every layer may have a method `passed`, which is told of passes in native calls (`Passed`); else
-    its layers run the page.
+    the parts of its layers' passes are Python's.
     """
 
     always: bool
@@ -165,7 +180,7 @@ class Placer:
     Attributes:
         may_be_local: `local` may be true at times.
         local: every expert of the present forward runs here and is loaded on a miss, so native code may run its layers
-            without `plan`.
+            without `where`.
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
         hooks: what it adds to each layer's step; those ahead only where it plans.
@@ -203,9 +218,76 @@ class Placer:
         """Experts of a lost peer were loaded here and may have displaced others."""
         return None
 
-    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: Any) -> LayerPlan:
-        """Plan one layer. needed: segments of `routing.experts`. view: has the ids and weights that run."""
-        return self._cache.plan(needed, self.keep)
+    def where(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: Any) -> Where:
+        """Who runs a layer's experts. needed: segments of `routing.experts`. view: has the ids and weights that run."""
+        return Where(needed, self.keep)
+
+
+class Pass:
+    """The parts of one pass that are in Python, called by the core in this order (`core::PythonLayer`).
+
+    Attributes:
+        step: whose pass it is. view: of its inputs. routing: as it runs. remote: experts that run elsewhere.
+        calls: to peers. work: what the backend keeps.
+    """
+
+    __slots__ = ("_joining", "_low", "calls", "remote", "routing", "step", "view", "work")
+
+    routing: _core.Routing
+
+    def __init__(self, step: MoeLayer, view: Any, low: frozenset[int] | None) -> None:
+        self.step, self.view, self._low = step, view, low
+        self.remote: Sequence[Remote] = ()
+        self.calls: Sequence[RemoteCall] = ()
+        self._joining: Iterator[RemoteCall] = iter(())
+        self.work: Any = None
+
+    def route(self) -> tuple[_core.Routing, frozenset[int]]:
+        """Copies have landed: the routing that runs, and the keys of its experts that run on low-bit replicas."""
+        step, low = self.step, self._low
+        if low is None:
+            low = step.reroute(self.view)
+        self.routing = self.view.routing(step.index, step.experts)
+        return self.routing, low
+
+    def place(self, needed: Sequence[int]) -> tuple[Sequence[int], AbstractSet[int], bool]:
+        """Who runs the segments: those that run here, residents that leave last, and whether others are sent."""
+        step, routing = self.step, self.routing
+        for watcher in step.hooks.watch:
+            watcher.routed(step.index, routing)
+        here, keep, self.remote = step.placer.where(step.index, needed, routing, self.view)
+        return here, keep, bool(self.remote)
+
+    def send(self) -> None:
+        """What is here is pinned."""
+        self.calls = self.step.backend.send(self)
+        self._joining = iter(self.calls)
+
+    def ahead(self) -> None:
+        """The layer's loads are queued: prefetch for later layers, or free slots for them."""
+        step = self.step
+        if step.hooks.ahead:  # which may read what the order of eviction knows
+            step.cache.tell_order()
+        for hook in step.hooks.ahead:
+            hook.layer(step.index, self.view)
+        self.work = step.backend.begin(self)
+
+    def run(self, groups: Groups, replicas: Replicas) -> None:
+        """Residents together, then arrivals as they land."""
+        self.step.backend.run(self, groups, replicas)
+
+    def join(self) -> Sequence[int]:
+        """All that is planned here has run: the experts of the next peer that is lost or late; empty: there is none."""
+        return next((call.keys for call in self._joining if not self.step.backend.join(self, call)), ())
+
+    def combine(self) -> tuple[Any, float, float]:
+        """The output; seconds that the GPU which waited longest waited, and those of the busiest link."""
+        out, calls = self.step.backend.combine(self), self.calls
+        if not calls:
+            return out, 0.0, 0.0
+        if any(call.recomputed for call in calls):
+            self.step.placer.displaced()
+        return out, max(call.blocked_s for call in calls), max(call.link_s for call in calls)
 
 
 class MoeLayer:
@@ -218,7 +300,7 @@ class MoeLayer:
 
     Attributes:
         observers: called with the routing of every forward.
-        native: runs passes in one call; None: the page does.
+        native: runs passes whose parts are native; None: there are none.
     """
 
     def __init__(
@@ -238,6 +320,7 @@ class MoeLayer:
         self.hooks = Hooks() if hooks is None else hooks
         self.observers: list[Observer] = []
         self.check = check
+        self._pass = _core.PythonLayer(cache.core, index, experts, cache.neurons, _core.CpuLayers())
         self.native: NativeLayer | None = None
         self._looks = True  # in Python, before a pass in a native call
         self._view: Any = None  # of such a pass
@@ -277,51 +360,33 @@ class MoeLayer:
         Raises:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
         """
-        index, cache, backend, hooks = self.index, self.cache, self.backend, self.hooks
-        view, low, native = None, NO_KEYS, self.native
+        view, low, native = None, None, self.native
         if native is not None:
             if self.runs_natively:
                 if self._looks:
-                    view = backend.look(self, False, *inputs)
-                    if hooks.reroute:
-                        low = self._reroute(view)
+                    view = self.backend.look(self, False, *inputs)
+                    if self.hooks.reroute:
+                        self.cache.poll(self.index)
+                        low = self.reroute(view)
                 out = self._native(native, inputs, view)
                 if out is not None:
                     return out
             native.report()
         if view is None:
-            view = backend.look(self, bool(self.observers), *inputs)  # route (the model has done it), view
+            view = self.backend.look(self, bool(self.observers), *inputs)
             for observe in self.observers:
-                observe(index, view.picked, view.weights)
-            low = self._reroute(view)  # reroute
-        else:
-            cache.poll(index)
-        routing: _core.Routing = view.routing(index, self.experts)
-        needed = cache.open(routing, low)
-        for watcher in hooks.watch:
-            watcher.routed(index, routing)
-        plan = self.placer.plan(index, needed, routing, view)  # plan
-        calls: Sequence[RemoteCall] = ()
-        try:
-            cache.begin()  # begin
-            if plan.remote:
-                calls = backend.send(self, plan, routing, view)  # send
-            cache.load()
-            if hooks.ahead:  # which may read what the order of eviction knows
-                cache.tell_order()
-            for hook in hooks.ahead:
-                hook.layer(index, view)  # prefetch
-            out = backend.run(self, plan, routing, view, calls)  # run, combine
-        except BaseException:
-            cache.abandon()
-            raise
-        self._close(calls)
+                observe(self.index, view.picked, view.weights)
+        out = self._pass.run(Pass(self, view, low))
+        self.cache.draw()
+        for watcher in self.hooks.watch:
+            watcher.ran(self.index)
+        if self.check:
+            self.cache.check_integrity()
         return out
 
-    def _reroute(self, view: Any) -> frozenset[int]:
+    def reroute(self, view: Any) -> frozenset[int]:
         """Change the view's routing, once copies have landed; the keys of experts that run on low-bit replicas."""
         low = NO_KEYS
-        self.cache.poll(self.index)
         for rule in self.hooks.reroute:
             low |= rule.layer(self.index, view)
         return low
@@ -348,16 +413,3 @@ class MoeLayer:
                 hook.skip(self.index, view)
             else:
                 hook.layer(self.index, view)
-
-    def _close(self, calls: Sequence[RemoteCall]) -> None:
-        """Count the pass, of the GPU that waited longest and of the busiest link."""
-        if calls:
-            if any(call.recomputed for call in calls):
-                self.placer.displaced()
-            self.cache.close_pass(max(call.blocked_s for call in calls), max(call.link_s for call in calls))
-        else:
-            self.cache.close_pass()
-        for watcher in self.hooks.watch:
-            watcher.ran(self.index)
-        if self.check:
-            self.cache.check_integrity()

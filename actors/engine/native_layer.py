@@ -1,7 +1,6 @@
 """A layer in one native call, which decides, accounts and runs or launches the kernels (`actors/core/layer.hpp`).
 
-It does what the page of `layer.MoeLayer.forward` does. Rules and routers that native code knows are part of the call,
-which on a GPU begins with reading the routing and what they ask. Other hooks are called in it, and other rules before
+Rules and routers that native code knows are part of the call, which on a GPU begins with reading the routing and what they ask. Other hooks are called in it, and other rules before
 it; on a GPU a layer with one of these gets the view that was fetched first.
 """
 
@@ -179,7 +178,7 @@ class NativeLayer:
         launches: Launches | None = getattr(kernel, "launches", None)
         told = [getattr(watcher, "passed", None) for watcher in step.hooks.watch if watcher.always]
         native = isinstance(kernel, CpuKernel) or launches is not None
-        if not native or step.post is not None or backend.runner.low_bit is not None:
+        if not native or step.post is not None or backend.low_bit is not None:
             return None
         if None in told or len(told) > 1:
             return None

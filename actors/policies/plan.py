@@ -5,6 +5,8 @@ Where experts are split, keys are those of their segments, which load and run se
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 
@@ -31,17 +33,23 @@ class Remote(NamedTuple):
     peer: str
 
 
-class LayerPlan(NamedTuple):
-    """What one layer does, in order.
+class Where(NamedTuple):
+    """Who runs a layer's experts: `here` and `remote` together hold each once. keep: residents that leave last."""
 
-    `run` and `remote` together hold every expert of the routing once. `run` is computed here: `resident` resident ones,
-    then `arriving` ones in flight, then those to load, in load order. `loads` is ordered by `after`; a `Load` at `after
-    = i` is issued when `run[:i]` is done, so a working set larger than the pool runs in waves. Other processes compute
-    `remote` at the same time.
+    here: Sequence[int]
+    keep: AbstractSet[int] = frozenset()
+    remote: Sequence[Remote] = ()
+
+
+class LayerPlan(NamedTuple):
+    """What one layer does here, in order.
+
+    `run`: `resident` resident ones, then `arriving` ones in flight, then those to load, in load order. `loads` is
+    ordered by `after`; a `Load` at `after = i` is issued when `run[:i]` is done, so a working set larger than the pool
+    runs in waves.
     """
 
     run: tuple[int, ...]
     resident: int
     arriving: int
     loads: tuple[Load, ...]
-    remote: tuple[Remote, ...] = ()

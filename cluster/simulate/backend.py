@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 from ...actors.core import _core
 from ...actors.core._core import Clock, Routing, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
-from ...actors.engine.dispatch import ExpertRunner
 from ...actors.engine.host_view import Asked
-from ...actors.engine.layer import Hooks, MoeLayer, Placer, report_passes
+from ...actors.engine.layer import Groups, Hooks, MoeLayer, Pass, Placer, Replicas, report_passes
 from ...actors.engine.prefetching import NATIVE, Prefetching
-from ...actors.policies.plan import LayerPlan
 from ...actors.policies.prefetch import LayerSeen, Span
 from .machine import Machine
 from .peers import LeadHost, SimulatedNdp, SimulatedShards, join, send
@@ -186,10 +184,10 @@ class RecordedBackend:
     """Runs plans of recorded layers on the virtual clock (`engine.layer.Backend`)."""
 
     def __init__(
-        self, clock: Clock, machine: Machine, runner: ExpertRunner, loader: VirtualLink, compute: Compute,
-        slot_bytes: int,
+        self, clock: Clock, machine: Machine, loader: VirtualLink, compute: Compute, slot_bytes: int,
+        replicas: TimedReplicas | None = None,
     ) -> None:  # fmt: skip
-        self._clock, self._machine, self._runner = clock, machine, runner
+        self._clock, self._machine, self._replicas = clock, machine, replicas
         self._loader, self._submitted, self._compute = loader, 0, compute
         self._load_byte_s, self._miss_s = machine.load_s / slot_bytes, machine.miss_s
         self.host = LeadHost(clock, machine.message_s)
@@ -205,20 +203,32 @@ class RecordedBackend:
         self._compute.run(self.dense_s)
         return RecordedLayer(step.index, forward)
 
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any) -> list[Any]:
-        return send(plan, step.experts, routing, self.host, self.shards, self.ndp)
+    def send(self, of: Pass) -> Sequence[Any]:
+        return send(of.remote, of.step.experts, of.routing, self.host, self.shards, self.ndp)
 
-    def run(self, step: MoeLayer, plan: LayerPlan, routing: Routing, view: Any, calls: Sequence[Any]) -> None:
+    def begin(self, of: Pass) -> None:
         submitted = self._loader.submitted_bytes
         host_s = (submitted - self._submitted) * self._load_byte_s  # of prefetches, too
-        if plan.resident < len(plan.run):
+        run, resident = of.step.cache.core.planned
+        if resident < len(run):
             host_s += self._miss_s
         self._submitted = submitted
         if host_s:
             self._clock.advance(host_s)
-        self._runner.run(routing, None, None, step.kernel, None)
-        if calls:
-            join(calls, self._clock, self.host, step.cache, step.index)
+
+    def run(self, of: Pass, groups: Groups, replicas: Replicas) -> None:
+        nothing: Any = None
+        if replicas and self._replicas is not None:
+            self._replicas.run(nothing, nothing, replicas, of.routing.top_k, nothing)
+        if groups:
+            of.step.kernel.run(nothing, nothing, groups, of.routing.top_k, nothing)
+
+    def join(self, of: Pass, call: Any) -> bool:
+        join(call, self._clock, self.host, of.step.cache, of.step.index)
+        return True
+
+    def combine(self, of: Pass) -> None:
+        return None
 
 
 class RecordedRun:

@@ -18,7 +18,6 @@ from ...actors.core import _core
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.native_order import fast_eviction
 from ...actors.engine.cache.slots import LowBitPart
-from ...actors.engine.dispatch import ExpertRunner
 from ...actors.engine.layer import Hooks, MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.prefetching import Prefetching
@@ -186,9 +185,9 @@ class SimulatedEngine:
             self.stats, Timeline(False), loader, self.clock, min_useful, split, writeback, replicas,
         )  # fmt: skip
         compute = Compute(self.clock, loader, machine.kernel_share)
-        runner = ExpertRunner(self.cache, None if replicas is None else cast(Any, TimedReplicas(compute, machine)))
+        low_bits = None if replicas is None else TimedReplicas(compute, machine)
         kernel = TimedKernel(compute, machine, neurons)
-        self._backend = RecordedBackend(self.clock, machine, runner, loader, compute, slot_bytes)
+        self._backend = RecordedBackend(self.clock, machine, loader, compute, slot_bytes, low_bits)
         backend = cast(Any, self._backend)
         self._shards = [
             self._shard(owners.count(i), policy, min_useful, check) for i, policy in enumerate(evictions, start=1)
@@ -209,7 +208,7 @@ class SimulatedEngine:
         self.recorded = None if check else self._make_run(hooks, rerouting is not None or low_bit is not None, neurons)
 
     def _make_run(self, hooks: Hooks, reroutes: bool, neurons: int) -> RecordedRun | None:
-        """What runs all layers of a forward; None: they run one by one, as the engine's (`MoeLayer.forward`)."""
+        """What runs all layers of a forward; None: they run one by one, as the engine's (`MoeLayer`)."""
         if reroutes or not self._placer.local:
             return None
         return RecordedRun(self.cache, self.clock, self.machine, neurons, hooks, self._placer)
@@ -230,7 +229,7 @@ class SimulatedEngine:
             eviction, stats, Timeline(False), loader, clock, min_useful,
         )  # fmt: skip
         compute, placer = Compute(clock, loader, machine.kernel_share), Placer(cache)
-        backend = ShardBackend(clock, machine, ExpertRunner(cache), loader, compute, header.slot_bytes)
+        backend = ShardBackend(clock, machine, loader, compute, header.slot_bytes)
         kernel = cast(Any, TimedKernel(compute, machine, 1))
         steps = [
             MoeLayer(i, header.experts, cache, cast(Any, backend), placer, kernel, check=check)

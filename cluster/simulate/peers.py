@@ -24,7 +24,7 @@ from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs
 from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
-from ...actors.policies.plan import LayerPlan
+from ...actors.policies.plan import Remote
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -234,12 +234,12 @@ def owners_of(header: TraceHeader, gpus: int) -> list[int]:
 
 
 def send(
-    plan: LayerPlan, experts: int, routing: Routing, host: LeadHost, shards: SimulatedShards | None,
+    away: Sequence[Remote], experts: int, routing: Routing, host: LeadHost, shards: SimulatedShards | None,
     ndp: SimulatedNdp | None,
 ) -> list[SimulatedTask]:  # fmt: skip
-    """The plan's remote experts, one batch for each peer. experts: of a layer."""
+    """The remote experts, one batch for each peer. experts: of a layer."""
     parts: dict[str, list[Any]] = {}
-    for remote in plan.remote:
+    for remote in away:
         parts.setdefault(remote.peer, []).append(remote)
     tasks = []
     for name, part in parts.items():
@@ -256,15 +256,12 @@ def send(
     return tasks
 
 
-def join(tasks: Sequence[SimulatedTask], clock: Clock, host: LeadHost, cache: ExpertCache, layer: int) -> None:
-    """Wait for the answers, and take them."""
-    for task in tasks:
-        waited_s = max(0.0, task.done_s - clock.now_s)
-        clock.now_s += waited_s
-        host.handle()
-        cache.stats.count_answer(
-            layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.decode_only
-        )
+def join(task: SimulatedTask, clock: Clock, host: LeadHost, cache: ExpertCache, layer: int) -> None:
+    """Wait for an answer, and take it."""
+    waited_s = max(0.0, task.done_s - clock.now_s)
+    clock.now_s += waited_s
+    host.handle()
+    cache.stats.count_answer(layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.decode_only)
 
 
 def rows_of(spans: Sequence[Span]) -> list[SequenceRows]:

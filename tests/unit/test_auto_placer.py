@@ -146,7 +146,8 @@ class Rig:
         routing, view = _core.Routing(layer, EXPERTS, picked), SimpleNamespace(ids=picked)
         cache.poll(layer)
         needed = cache.open(routing)
-        plan = placer.plan(layer, needed, routing, view)  # type: ignore[arg-type]
+        found = placer.where(layer, needed, routing, view)  # type: ignore[arg-type]
+        plan = cache.plan(found.here, found.keep)
         cache.begin()
         cache.load()
         placer.layer(layer, view)
@@ -158,7 +159,7 @@ class Rig:
         cache.close_pass()
         placer.ran(layer)
         cache.check_integrity()
-        return plan
+        return SimpleNamespace(**plan._asdict(), remote=tuple(found.remote))
 
     def settle(self) -> None:
         self.cache.land_all()

@@ -49,7 +49,7 @@ def test_the_parts_of_a_token_are_its_measured_time(monkeypatch: pytest.MonkeyPa
     report = host(Host(preset=(native, python), batch=(2,), repeats=1, ray=False), None)
     assert {row["batch"] for row in report.rows} == {2}
     parts = {native: ("native", "kernels", "other")}
-    parts[python] = ("read", "plan", "begin", "issue", "run", "kernels", "combine", "other")
+    parts[python] = ("read", "place", "run", "kernels", "combine", "other")
     for preset, of_layer in parts.items():
         table = {(row["per"], row["part"]): row[preset] for row in report.rows}
         for part in ("schedule", "announce", "dense", "sample", "deliver", "manager", "layers, kernels"):

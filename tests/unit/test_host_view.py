@@ -237,7 +237,7 @@ def test_parts_of_a_pass_are_exclusive_and_nothing_stays_behind() -> None:
     assert [(p.layer, p.tokens) for p in passes] == [(layer, 1) for _ in range(4) for layer in range(LAYERS)]
     for found in passes:
         assert set(found.parts) == set(PARTS)
-        for part in ("read", "plan", "begin", "run", "kernels", "combine", "prefetch", "other"):
+        for part in ("read", "place", "run", "kernels", "combine", "prefetch", "other"):
             assert found.parts[part] > 0, part
         assert found.parts["send"] == found.parts["reroute"] == 0
         whole = sum(found.parts.values())

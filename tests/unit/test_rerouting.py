@@ -24,7 +24,6 @@ from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
 from tiermoe.actors.engine.cache.make_link import make_link
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
-from tiermoe.actors.engine.dispatch import ExpertRunner
 from tiermoe.actors.engine.host_view import HostViews, LayerView, share
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.engine.rerouting import LowBits, Rerouter
@@ -231,7 +230,6 @@ class Mixed:
         assert isinstance(part.pool, ReplicaPool)
         self.packed = TorchPackedKernel(part.pool.tensors, PACKED, "silu")
         self.kernel = TorchKernel(Operands(pool.gate_up, pool.down, None, None), _gate)
-        self.runner = ExpertRunner(self.cache, self.packed)
 
     def forward(self, layer: int, full: list[int], low: list[int]) -> torch.Tensor:
         """One row through these experts of a layer, as `MoeLayer` runs it: y, one row for each."""
@@ -240,7 +238,10 @@ class Mixed:
         hidden = torch.linspace(-1, 1, HIDDEN)[None]
         y = torch.full((len(experts), HIDDEN), float("nan"))
         routing = _core.Routing(layer, EXPERTS, np.array([experts]))
-        self.runner.run(routing, hidden, torch.arange(len(experts)), self.kernel, y)
+        while (found := cache.next(routing)) is not None:
+            groups, replicas = found
+            self.packed.run(hidden, torch.arange(len(experts)), replicas, routing.top_k, y)
+            self.kernel.run(hidden, torch.arange(len(experts)), groups, routing.top_k, y)
         cache.close_pass()
         cache.check_integrity()
         for i, expert in enumerate(experts):

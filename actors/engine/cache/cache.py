@@ -176,12 +176,12 @@ class ExpertCache:
     def poll(self, layer: int = -1) -> None:
         """Make every arrived copy resident; a failed one frees its slot. layer: whose pass begins; -1: none does."""
         self.core.arrive(layer)
-        self._draw()
+        self.draw()
 
     def settle_times(self) -> None:
         """Count the times of GPU copies that have ended by now."""
         self.core.settle_times()
-        self._draw()
+        self.draw()
 
     def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
         """The routing of `layer` is known: cancel its queued prefetches that are not needed."""
@@ -239,7 +239,7 @@ class ExpertCache:
     def close_pass(self, peer_blocked_s: float = 0.0, peer_link_s: float = 0.0) -> None:
         """The pass is over: count its waits and its share of the link, of the device with the most."""
         self.core.close(peer_blocked_s, peer_link_s)
-        self._draw()
+        self.draw()
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
         """Queue loads of absent experts, most wanted first; returns the number queued.
@@ -371,7 +371,8 @@ class ExpertCache:
     def loads_in_flight(self) -> int:
         return self.link.pending
 
-    def _draw(self) -> None:
+    def draw(self) -> None:
+        """Show on the timeline what has landed, and waits."""
         for wait, layer, segment, cause, start_s, end_s, link_s in () if self._seen is None else self._seen.take():
             if wait:
                 self.timeline.span("wait", f"L{layer} wait", start_s, end_s)

@@ -26,8 +26,8 @@ from ..prefetching import RouterPrefetching
 from .native import Joined, NativeDense
 
 PARTS = (
-    "read", "wait", "reroute", "plan", "begin", "issue", "await", "copies", "send", "prefetch", "pre_evict", "run",
-    "join", "native", "kernels", "combine", "other",  # what is left: sorting the routing, segments, counters
+    "read", "wait", "reroute", "place", "copies", "send", "prefetch", "pre_evict", "run",
+    "join", "native", "kernels", "combine", "other",  # what is left: the core, sorting the routing, counters
 )  # fmt: skip
 KERNEL_PARTS = ("kernels", "combine", "join")  # and waits for peers
 STEP_PARTS = ("schedule", "announce", "dense", "sample", "deliver", "manager")  # manager: what is left of the loop
@@ -232,25 +232,23 @@ def _time_layers(
 
 def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
     """The methods of a layer's step by part, as (part, owner, method); an owner may lack the method."""
-    cache, backend, kernel = layer.cache, cast(DeviceBackend, layer.backend), layer.kernel
+    backend, kernel = cast(DeviceBackend, layer.backend), layer.kernel
     yield "read", backend.views, "look"
     yield "wait", backend.views.fetch, "wait"  # for the device to have computed what is read
     for rule in layer.hooks.reroute:
         yield "reroute", rule, "layer"
-    yield "plan", layer.placer, "plan"
-    yield "begin", cache, "begin"
-    yield "issue", cache, "load"
-    yield "await", cache, "next"
+    yield "place", layer.placer, "where"
     yield "send", backend, "send"
     for hook in layer.hooks.ahead:
         for method in ("layer", "skip"):
             yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, method
-    yield "run", backend, "run"
+    for method in ("begin", "run"):
+        yield "run", backend, method
     yield "join", backend, "join"
     if layer.native is not None:
         for method in ("run", "run_view"):
             yield "native", layer.native, method  # less its reading, kernels and waits
-    yield from (("kernels", kernel, "run"), ("kernels", backend.runner.low_bit, "run"), ("combine", kernel, "combine"))
+    yield from (("kernels", kernel, "run"), ("kernels", backend.low_bit, "run"), ("combine", kernel, "combine"))
 
 
 def device_calls(engine: ExpertEngine, serve: Callable[[], object], tokens: int, skip: int = 8) -> DeviceCalls:
@@ -389,7 +387,7 @@ def _timed_pass(
         finally:
             clock.leave()
             spent_s = clock.take(PARTS)
-            waiting = next((part for part in ("await", "run") if spent_s[part] > 0), "other")  # the innermost timed
+            waiting = "other"  # in the core
             if native is not None and spent_s["native"] > 0:
                 for part, inside_s in native.parts_s().items():
                     inside_s = min(inside_s, spent_s["native"])

@@ -1,7 +1,7 @@
 """The placer of planned placements: each miss is waited for, loaded, or computed near data, as a planner says.
 
     begin_forward: prompts end
-    plan (routing known): planner -> remote experts, loads            `layer` (loads issued): background copies
+    where (routing known): planner -> remote experts, loads            `layer` (loads issued): background copies
     ran (layer over): costs are corrected, worth, admission
 
 The decision is the planner's (`policies.auto`, `policies.hybrid`), pure; this page gives it queues, clocks and
@@ -23,7 +23,7 @@ from ...policies.auto import Action, Auto, Costs, Faster, Followed, Owners, Part
 from ...policies.auto import LayerPlan as Choice
 from ...policies.context_ndp import PlacementOptions
 from ...policies.hybrid import HybridRule, HybriMoe
-from ...policies.plan import LayerPlan, Remote
+from ...policies.plan import Remote, Where
 from ...policies.registry import PolicyContext
 from ...policies.registry import make as make_policy
 from ...policies.residency import State
@@ -297,7 +297,7 @@ class AutoPlacer(PeerPlacer):
         reader = self._reader
         return () if reader is None else range(layer, min(layer + reader.ahead + 1, len(self._states)))
 
-    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
+    def where(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> Where:
         planner, base, pool, now_s = self.planner, layer * self._experts, self._pool, self._clock()
         times = self._times
         assert planner is not None
@@ -330,17 +330,16 @@ class AutoPlacer(PeerPlacer):
                     for key in away:
                         gpus.pop(key, None)
             self._wanted = choice.wanted
-        plan = self._split(needed, [*[Remote(key, 0, gpu) for key, gpu in gpus.items()], *near], keep)
+        found = self._split(needed, [*[Remote(key, 0, gpu) for key, gpu in gpus.items()], *near], keep)
         learns = announced and self._prompt is None
         if learns:
             held = self._held
             share = (len(needed) - [held[key] for key in needed].count(_RESIDENT)) / len(needed)
             self._missed = share if self._missed is None else self._missed + _MISSES_STEP * (share - self._missed)
         self._pass = PlannedLayer(
-            layer, experts, now_s, choice, len(plan.run), len(near), plan.run[plan.resident :], announced, learns,
-            times.counted(layer),
-        )  # fmt: skip
-        return plan
+            layer, experts, now_s, choice, len(found.here), len(near), (), announced, learns, times.counted(layer)
+        )
+        return found
 
     def _gpus_of(self, needed: Sequence[int]) -> dict[int, str]:
         """The other GPUs that run experts, by key: their owners, which are not lost."""
@@ -375,6 +374,9 @@ class AutoPlacer(PeerPlacer):
         now_s, held, found = self._clock(), self._held, self._pass
         assert self.planner is not None
         copy_s, free_s = self.planner.costs.copy_s, max(self._link_free_s, now_s)
+        if found is not None:
+            run, resident = self._cache.core.planned
+            found.loaded = run[resident:]
         for key in () if found is None else found.loaded:
             if held[key] == _LOADING and key not in self._arrivals:
                 free_s += copy_s

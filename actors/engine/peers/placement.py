@@ -2,7 +2,7 @@
 
 A placer follows sequences and asks the pure policies whether an expert runs on a GPU or near data. On a GPU an expert
 runs on its owner, or on the lead while the owner is lost; near data on the NDP worker that the pool chooses. Experts
-of this GPU are planned by its cache's core, all others go to `LayerPlan.remote`.
+of this GPU are planned by its cache's core, all others go to `Where.remote`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...policies.context_ndp import (
     static_hot,
 )
 from ...policies.cost import FULL_BITS, NdpProfile, SplitCosts, Work, split_costs
-from ...policies.plan import LayerPlan, Remote
+from ...policies.plan import Remote, Where
 from ...policies.residency import State
 from ...policies.routing import SequenceRows
 from ...policy_settings import PolicySettings
@@ -61,22 +61,20 @@ class PeerPlacer(Placer):
         found = self._shards.peer_of(key) if self._shards is not None else None
         return None if found is None else found[0]
 
-    def _on_gpus(self, needed: Sequence[int], keep: frozenset[int] = frozenset()) -> LayerPlan:
+    def _on_gpus(self, needed: Sequence[int], keep: frozenset[int] = frozenset()) -> Where:
         """Every expert on the GPU that owns it."""
         found = [(key, self._gpu_of(key)) for key in needed] if self._shards is not None else []
         return self._split(needed, [Remote(key, 0, gpu) for key, gpu in found if gpu is not None], keep)
 
-    def _split(self, needed: Sequence[int], remote: Sequence[Remote], keep: frozenset[int] = frozenset()) -> LayerPlan:
-        cache, away = self._cache, {r.key for r in remote}
-        here = [key for key in needed if key not in away] if away else needed
-        plan = cache.plan(here, keep)
-        return plan._replace(remote=tuple(remote)) if remote else plan
+    def _split(self, needed: Sequence[int], remote: Sequence[Remote], keep: frozenset[int] = frozenset()) -> Where:
+        away = {r.key for r in remote}
+        return Where([key for key in needed if key not in away] if away else needed, keep, remote)
 
 
 class GpuPlacer(PeerPlacer):
     """Every expert runs on the GPU that owns it; the lead runs experts of a lost GPU."""
 
-    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
+    def where(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> Where:
         return self._on_gpus(needed)
 
 
@@ -104,7 +102,7 @@ class HotPlacer(PeerPlacer):
 
     def _plan_hot(
         self, layer: int, needed: Sequence[int], bits: Mapping[int, int], warm: AbstractSet[int] = frozenset()
-    ) -> LayerPlan:
+    ) -> Where:
         """Plan a layer by the hot set. bits: of its cold experts. warm: further experts that run on the GPUs."""
         base, states = layer * self._experts, self._cache.residency.states
         remote, cold = [], []
@@ -191,7 +189,7 @@ class StaticPlacer(HotPlacer):
         if self._displaced and self._pool.available:
             self._load_hot(self._hot, keep_others=False)
 
-    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
+    def where(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> Where:
         if self._online:
             self._counts[layer, routing.experts] += routing.counts
             self._rows += routing.tokens if layer == 0 else 0
@@ -230,7 +228,7 @@ class MondePlacer(PeerPlacer):
         if not self._keeps:
             self._cache.flush()
 
-    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
+    def where(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> Where:
         there = self._pool.living
         if not there:
             return self._split(needed, ())
@@ -313,7 +311,7 @@ class ContextPlacer(HotPlacer):
     def end_sequence(self, name: str) -> None:
         self._ended.append(name)
 
-    def plan(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> LayerPlan:
+    def where(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: LayerView) -> Where:
         if not self._rows or self._rows[-1].stop != routing.tokens:  # a forward that was not announced
             return self._on_gpus(needed)
         near, prompts = self._prompts_near_data, [s for s in self._rows if not s.decode]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,25 +18,21 @@ from ....errors import PolicyError, StoreError
 from ....proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
 from ....proto.peers import StoreLink
 from ...core import _core
-from ...policies.plan import LayerPlan
 from ...settings import EngineSettings
 from ...store.dense import dense_folder
 from ...store.files import StoreView
 from ...store.format import ExpertShape, Published
 from ...store.pages import check_pages
 from ..cache.allocate import make_cache
-from ..cache.cache import ExpertCache
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.sources import Sources, open_sources
-from ..dispatch import ExpertRunner
 from ..host_view import pairs_of
-from ..layer import MoeLayer, Placer
+from ..layer import Groups, MoeLayer, Pass, Placer, Replicas
 from ..make_device import activations_of, make_device
 from ..model.form_kernels import kernels_of
 from ..model.model import MoeBlock, build_blocks, compute_dtype
 from ..stats import EngineStats, LayerResidency
 from .matcher import tell_eviction, wanted_keys
-from .remote import RemoteCall
 from .shards import ShardResidency, owners
 
 
@@ -84,7 +81,7 @@ class ShardEngine:
         self._failure: PolicyError | None = None
         try:
             kernels = kernels_of(self.cache.pool, settings, blocks)
-            backend = _BatchBackend(self.cache, self.activations, dtype)
+            backend = _BatchBackend(self.activations, dtype)
             self._layers += [
                 MoeLayer(
                     i, self._experts, self.cache, backend, self._placer, kernels.of(block), block.post,
@@ -230,30 +227,48 @@ class _BatchView:
 class _BatchBackend:
     """Runs the lead's batches on this shard's device (`layer.Backend`): weighted sums in float32."""
 
-    def __init__(self, cache: ExpertCache, activations: Activations, dtype: torch.dtype) -> None:
+    def __init__(self, activations: Activations, dtype: torch.dtype) -> None:
         self._activations, self._dtype = activations, dtype
-        self._runner = ExpertRunner(cache)
 
     def look(self, step: MoeLayer, weighed: bool, batch: ExpertBatch) -> _BatchView:
         return _BatchView(batch)
 
-    def send(self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: _BatchView) -> list[RemoteCall]:
+    def send(self, of: Pass) -> list[Any]:
         raise AssertionError("a shard sends nothing on")
 
-    def run(
-        self, step: MoeLayer, plan: LayerPlan, routing: _core.Routing, view: _BatchView, calls: Sequence[RemoteCall]
-    ) -> torch.Tensor:
-        batch, receive = view.batch, self._activations.receive
+    def join(self, of: Pass, call: Any) -> bool:
+        raise AssertionError("a shard has sent nothing on")
+
+    def begin(self, of: Pass) -> _BatchRows:
+        batch, receive = of.view.batch, self._activations.receive
         hidden = receive(batch.hidden).to(self._dtype)  # [T, H]
         weights = receive(batch.weights)  # [P]
         rows = None if len(hidden) == 1 else receive(batch.rows).to(torch.int64)  # [P]
         x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]
         y = hidden.new_empty((len(weights), hidden.shape[1]))
-        self._runner.run(routing, x, pairs_of(routing, x.device), step.kernel, y)
-        if step.post is not None:
-            y = step.post(y)
+        return _BatchRows(x, pairs_of(of.routing, x.device), y, weights, rows, len(hidden))
+
+    def run(self, of: Pass, groups: Groups, replicas: Replicas) -> None:
+        work = of.work
+        of.step.kernel.run(work.x, work.pairs, groups, of.routing.top_k, work.y)
+
+    def combine(self, of: Pass) -> torch.Tensor:
+        _, _, y, weights, rows, tokens = of.work
+        if of.step.post is not None:
+            y = of.step.post(y)
         y = y.float()
-        return (weights @ y).unsqueeze(0) if rows is None else _weighted_sum(y, rows, weights, len(hidden))
+        return (weights @ y).unsqueeze(0) if rows is None else _weighted_sum(y, rows, weights, tokens)
+
+
+class _BatchRows(NamedTuple):
+    """Of a pass: x and y [P, H], pairs and weights [P], rows [P] of so many tokens; None: of one."""
+
+    x: torch.Tensor
+    pairs: torch.Tensor
+    y: torch.Tensor
+    weights: torch.Tensor
+    rows: torch.Tensor | None
+    tokens: int
 
 
 def open_shard(
