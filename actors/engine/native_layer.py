@@ -1,7 +1,8 @@
 """A layer in one native call, which decides, accounts and runs or launches the kernels (`actors/core/layer.hpp`).
 
-Rules and routers that native code knows are part of the call, which on a GPU begins with reading the routing and what they ask. Other hooks are called in it, and other rules before
-it; on a GPU a layer with one of these gets the view that was fetched first.
+Rules and routers that native code knows are part of the call, which on a GPU begins with reading the routing and what
+they ask. Other hooks are called in it, and other rules before it; on a GPU a layer with one of these gets the view that
+was fetched first.
 """
 
 from __future__ import annotations
