@@ -102,7 +102,6 @@ NB_MODULE(_cpu, m) {
     bind_importance(m);
     bind_measure(m);
     bind_neurons(m);
-    bind_pages(m);
     bind_ranks(m);
     bind_substitute(m);
 }
