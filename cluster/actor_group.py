@@ -139,9 +139,14 @@ class ActorGroup:
         )
 
     def make_again(self, role: str) -> None:
-        """Make a store, shard or NDP worker again that Ray has given up, since its constructor was refused."""
+        """Make a store, shard or NDP worker again that Ray has given up, since its constructor was refused.
+
+        Raises:
+            ValueError: Ray's, its name is not free yet.
+        """
         kinds = {"store": self._start_store, "shard": self._start_shard, "ndp": self.start_ndp}
         planned = self._planned[role]
+        end(self.actors[role])  # a dead actor keeps its name while there are handles
         kinds[planned.role](planned)
 
     def refuse(self, role: str, refusal: StoreError) -> None:

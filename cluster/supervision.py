@@ -251,7 +251,10 @@ class WorkerKeeper:
         if self._dead:
             if not self._refusals.due:
                 return
-            self._group.make_again(self._role)
+            try:
+                self._group.make_again(self._role)
+            except ValueError:
+                return  # its name is not free yet
             self._dead, self._health = False, None
             self._refusals.begin()
         if self._health is None:

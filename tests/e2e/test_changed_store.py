@@ -55,9 +55,11 @@ def test_a_changed_file_stops_serving_and_its_return_serves_again(tmp_path: Path
             assert refused.status_code == 503
             assert str(path) in refused.json()["error"]["message"]
             assert "tiermoe_store_damaged 1.0" in httpx.get(f"{server.url}/metrics", timeout=10.0).text
-            said = f"the lead stopped serving: {path}"
-            _within(NOTICED_S, lambda said=said, number=number: server.said().count(said) == number)
+            for who in ("the lead", "store/0"):
+                said = f"{who} stopped serving: {path}"
+                _within(NOTICED_S, lambda said=said, number=number: server.said().count(said) == number)
             path.write_bytes(before)
             _within(AGAIN_S, lambda: _ready(server).status_code == 200)
+            _within(AGAIN_S, lambda number=number: server.said().count("store/0 serves again") == number)
             (again,) = run_streams(server.url, [BODY])
             assert (again.error, again.text) == (None, expected.text), way
