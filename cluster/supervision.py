@@ -61,7 +61,7 @@ class Pauses:
 
 
 class _Refusals:
-    """Starts that are refused for a file: said once for each reason, and tried again at a tenth of the time.
+    """Starts that are refused for a file: said once for each reason, and tried again after as long as the last one took.
 
     Args:
         name: of the process, for people.
@@ -86,7 +86,7 @@ class _Refusals:
         """The start was refused."""
         now_s = time.monotonic()
         took_s = 0.0 if self._begun_s is None else now_s - self._begun_s
-        self._begun_s, self._again_s = None, now_s + max(AGAIN_S, 10 * took_s)  # a file is hashed at each
+        self._begun_s, self._again_s = None, now_s + max(AGAIN_S, took_s)  # each hashes a file
         if refusal.what != self._said:
             self._said = refusal.what
             self._notify(f"{self._name} stopped serving: {refusal}")
