@@ -61,7 +61,7 @@ class Pauses:
 
 
 class _Refusals:
-    """Starts that are refused for a file: said once for each reason, and tried again after as long as the last one took.
+    """Starts that are refused for a file: said once for each reason, tried again after as long as it took.
 
     Args:
         name: of the process, for people.
