@@ -161,7 +161,6 @@ setup(
                 "kernels/cpu/neuron_ffn.cpp",
                 "kernels/cpu/neuron_module.cpp",
                 "kernels/cpu/neuron_portable.cpp",
-                "kernels/cpu/pages_module.cpp",
                 "kernels/cpu/rank_module.cpp",
                 "kernels/cpu/substitute.cpp",
                 "kernels/cpu/substitute_module.cpp",

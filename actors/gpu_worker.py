@@ -15,24 +15,28 @@ import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ..errors import CheckpointError, ConfigError, NotServing, RuntimeFailure, UnsupportedModelError
+from ..errors import CheckpointError, ConfigError, NotServing, RuntimeFailure, StoreError, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .engine.serving.streams import Outbox, Stream
 from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .settings import Attention, EngineSettings, KvSettings, check_combination, check_published
 from .store.artifacts import map_shape, predictors_of
 from .store.dense import dense_folder
-from .store.files import StoreView, renewed, verified
-from .store.pages import StoreGuard, problem
+from .store.files import StoreView, renewed
+from .store.pages import FileWatch
 from .store.replicas import describe_replicas, read_tables
 from .tokenizer import has_tokenizer, read_tokenizer
 
 _REPORT_S = 5.0
 _CLIENT_GONE_S = 30.0  # without a call
 _LIBRARIES = (
-    "torch", ".engine.engine", ".engine.model.model", ".engine.serving.batching", "transformers.models",
+    "torch",
+    ".engine.engine",
+    ".engine.model.model",
+    ".engine.serving.batching",
+    "transformers.models",
     "transformers.integrations.moe",
 )
 
@@ -73,14 +77,8 @@ class GpuWorker:
         self._importing = threading.Lock()
         self._outboxes: dict[str, Outbox] = {}  # by client
         self._life = secrets.token_hex(8)
-        self._guard = StoreGuard(self._verify)
-
-    def _verify(self, whole: bool) -> None:
-        """As `StoreGuard` has it: the store and the replicas that this worker maps."""
-        verify: Literal["full", "stamp"] = "full" if whole else "stamp"
-        verified(self._view, verify)
-        if self._settings.policy.replica_widths:
-            describe_replicas(self._view.path, verify)
+        self._refusal: StoreError | None = None  # of a start, until one gets past its files
+        self._watch: FileWatch | None = None
 
     def warm(self) -> None:
         """Import what `start` takes, in seconds that its peers take to start."""
@@ -93,11 +91,18 @@ class GpuWorker:
         """Load everything and begin to serve; returns the effective plan (`engine.describe`).
 
         Raises:
+            StoreError: a file does not verify, or an expert is on no node; `start` may be called again.
             TierMoeError: the budget, the policy or the store does not fit. After an error the worker is closed.
         """
-        self.warm()
         try:
+            if self._view.layers:  # Ray starts it again with the first view, whose files may have changed since
+                self._view = renewed(self._view)
+            self.warm()
             return self._start()
+        except StoreError as error:
+            self._refusal = error
+            self.close()
+            raise
         except BaseException:
             self.close()
             raise
@@ -117,8 +122,7 @@ class GpuWorker:
         from .store.artifacts import read_policy_artifacts
 
         self._begin("loading weights")
-        if self._view.layers:  # Ray starts it again with the first view, whose files may have been restored since
-            self._view = renewed(self._view)
+        self._watch = FileWatch()
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings)
         check_published(settings.policy, manifest.expert_form)
@@ -179,7 +183,7 @@ class GpuWorker:
         self._begin("serving")
         plan["start_s"] = dict(self._stages_s)
         self._batcher.streams.out_of_memory = _end_process
-        self._plan = plan  # from now on it serves
+        self._plan, self._refusal = plan, None  # from now on it serves
         return plan
 
     def _shared_memory(self) -> Any:
@@ -214,10 +218,8 @@ class GpuWorker:
 
     @property
     def _serving(self) -> Any:
-        """The batcher, once it has generated tokens. Raises NotServing: not started, or a file changed."""
+        """The batcher, once it has generated tokens. Raises NotServing: not started."""
         self._started(self._plan)
-        if (found := problem()) is not None:
-            raise NotServing(found.what, found.remedy)
         return self._batcher
 
     @staticmethod
@@ -230,28 +232,24 @@ class GpuWorker:
         """The worker's `state`, and "connected" or "lost" for each peer by name ("ndp/0", "shard/1").
 
         Before it serves, `state` is the current part of its start, for `since_s` seconds now. Seconds of all parts
-        are in the plan, as `start_s`. A worker whose store's files changed reports `StoreGuard.state`, and one
-        whose other stores refuse a layer is "damaged" as well.
+        are in the plan, as `start_s`. With a `problem` and its `remedy`, a file keeps it from serving: its last start
+        was refused for it, or no other node's store gives a layer.
 
         Raises:
             LoopDied: generation ended for good; who keeps the lead starts its process again. PolicyError: of a policy.
         """
         if self._plan is None:
-            return {"state": self._stage, "since_s": round(time.monotonic() - self._stage_begin_s, 1)}
+            since_s = round(time.monotonic() - self._stage_begin_s, 1)
+            return {"state": self._stage, "since_s": since_s} | _problem(self._refusal)
         if self._batcher.failure is not None:
             raise self._batcher.failure
         peers = {name: "connected" if peer.available else "lost" for name, peer in self._engine.peers.items()}
         peers |= self._sources.peers()
         if self._engine.matcher is not None:
             peers[MATCHER] = "connected" if self._engine.matcher.connected else "lost"
-        return self._store_state() | {"running": len(self._batcher.streams)} | peers
-
-    def _store_state(self) -> dict[str, str]:
-        """The state that the files of the experts allow, here and on other nodes."""
-        found = self._guard.state()
-        if found["state"] == "serving" and (refusal := self._sources.refusal()) is not None:
-            return {"state": "damaged", "problem": refusal.what, "remedy": refusal.remedy}
-        return found
+        refusal = _problem(self._sources.refusal())
+        state = {"state": "not serving" if refusal else "serving"}
+        return state | refusal | {"running": len(self._batcher.streams)} | peers
 
     def load(self) -> dict[str, float]:
         """Requests `running` and `waiting` for their first forward, and their `kv_usage` in [0, 1].
@@ -397,11 +395,18 @@ class GpuWorker:
 
     def close(self) -> None:
         """Stop serving and free the pool. Safe to call twice."""
+        if self._watch is not None:
+            self._watch.close()
         if self._batcher is not None:
             self._batcher.streams.close()  # before the sources: then the running forward fails
         for part in (self._sources, self._batcher, self._engine, self._dense, self._device):
             if part is not None:
                 part.close()
+
+
+def _problem(refusal: StoreError | None) -> dict[str, str]:
+    """What keeps a worker from serving, for its health."""
+    return {} if refusal is None else {"problem": refusal.what, "remedy": refusal.remedy}
 
 
 def _record(model: Any, batcher: Any) -> list[str]:

@@ -28,8 +28,8 @@ from ..proto.peers import Directory, ndp_name
 from ..proto.server import ChannelServer
 from .policies.cost import FULL_BITS, Work, batch_cost
 from .settings import NdpSettings
-from .store.files import ExpertStore, open_views, verified
-from .store.pages import StoreGuard, check_pages
+from .store.files import ExpertStore, open_views
+from .store.pages import FileWatch
 from .store.published import FormArrays
 from .store.replicas import describe_replicas, open_replicas
 
@@ -66,7 +66,6 @@ class NdpWorker:
             self._profile = settings.profile
         except ValueError as error:
             raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
-        self._guard = StoreGuard(self._verify)
         self._open(store, verify)
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
         self._threads = _threads(settings, index)
@@ -75,6 +74,7 @@ class NdpWorker:
         options = replace(options or ServerOptions(), host=directory.host(), token=token, tls=directory.tls)
         self._server = ChannelServer(self.handle, options)
         directory.register(ndp_name(index), self._server.address)
+        self._watch = FileWatch()
 
     def _open(self, store: str, verify: Literal["full", "stamp"]) -> None:
         """Map the store's experts and replicas; `bench gpu` overrides it with random ones."""
@@ -86,12 +86,6 @@ class NdpWorker:
         self._group = replicas.manifest.group if replicas is not None else None
         self._replicas = open_replicas(replicas) if replicas is not None else {}
         self._packed_shapes = replicas.shapes if replicas is not None else {}
-
-    def _verify(self, whole: bool) -> None:
-        """As `StoreGuard` has it: the experts and their replicas."""
-        verify: Literal["full", "stamp"] = "full" if whole else "stamp"
-        verified(self._view, verify)
-        describe_replicas(self._view.path, verify)
 
     @property
     def address(self) -> str:
@@ -107,8 +101,9 @@ class NdpWorker:
         raise ConfigError(f"the NDP worker does not answer {type(message).__name__}", "send it expert batches")
 
     def health(self) -> dict[str, Any]:
-        """Its configuration and counters, and the state of its files (`StoreGuard.state`)."""
-        return self._guard.state() | {
+        """Its configuration and counters."""
+        return {
+            "state": "serving",
             "index": self._index,
             "address": self.address,
             "pid": os.getpid(),
@@ -124,6 +119,7 @@ class NdpWorker:
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
+        self._watch.close()
         self._server.close()
 
     def _compute(self, batch: ExpertBatch) -> ExpertResult:
@@ -141,7 +137,6 @@ class NdpWorker:
         partial = partials[0] if partials else np.zeros(hidden.shape, np.float32)
         for other in partials[1:]:
             partial += other
-        check_pages()
         measured_s = time.perf_counter() - start_s
         modelled_s = self._modelled_s(batch, partial.nbytes)
         if self._settings.pace:

@@ -22,8 +22,7 @@ from ..proto.peers import Directory, StoreLink, shard_name
 from ..proto.server import ChannelServer
 from .settings import EngineSettings, check_combination, check_published
 from .store.dense import view_here
-from .store.files import StoreView, verified
-from .store.pages import StoreGuard
+from .store.pages import FileWatch
 
 if TYPE_CHECKING:
     from .engine.stats import LayerResidency
@@ -74,7 +73,6 @@ class ShardWorker:
         check_published(settings.policy, view.manifest.expert_form)
         shape = view.manifest.experts
         self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
-        self._guard = StoreGuard(lambda whole: _verify(view, whole))
         self.engine = open_shard(settings, index, view, gpu, stores)
         options = replace(
             options or ServerOptions(), host=directory.host(), token=token, tls=directory.tls,
@@ -86,6 +84,7 @@ class ShardWorker:
         except BaseException:
             self.engine.close()
             raise
+        self._watch = FileWatch()
 
     @property
     def address(self) -> str:
@@ -112,11 +111,12 @@ class ShardWorker:
         raise ConfigError(f"a shard does not answer {type(message).__name__}", "send it expert batches")
 
     def health(self) -> dict[str, Any]:
-        """State (`StoreGuard.state`), counters since the start, and the terms that lead and shard agree on."""
+        """Counters since the start, and the terms that lead and shard agree on."""
         from .engine.peers.shards import account
 
         engine = self.engine
-        return self._guard.state() | {
+        return {
+            "state": "serving",
             "address": self.address,
             "pid": os.getpid(),
             "device": str(engine.cache.pool.device),
@@ -133,10 +133,6 @@ class ShardWorker:
 
     def close(self) -> None:
         """Stop serving and free the pool. Safe to call twice."""
+        self._watch.close()
         self._server.close()
         self.engine.close()
-
-
-def _verify(view: StoreView, whole: bool) -> None:
-    """As `StoreGuard` has it."""
-    verified(view, "full" if whole else "stamp")

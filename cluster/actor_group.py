@@ -27,7 +27,7 @@ import ray
 from ..actors.settings import EngineSettings
 from ..actors.store.artifacts import map_shape
 from ..actors.store.files import ExpertStore, StoreView
-from ..errors import RuntimeFailure
+from ..errors import RuntimeFailure, StoreError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from ..proto.tls import TlsFiles
 from .attach import CONTROL, CONTROL_THREADS, EVENT_THREADS, EVENTS, Lead, actor_records
@@ -91,6 +91,7 @@ class ActorGroup:
         self._layers = {layer for store in topology.having("store") for layer in store.layers}
         self.directory: Endpoints | None = None
         self.actors: dict[str, Any] = {}
+        self._planned: dict[str, PlannedActor] = {}  # of them
         self.lead = Lead(None)
 
     def start(self, left: Callable[[], float]) -> dict[str, Any]:
@@ -136,6 +137,23 @@ class ActorGroup:
         return self._start(
             planned, NdpWorker, settings, self._store_path, self.directory, self._token, index=planned.index, threads=1
         )
+
+    def make_again(self, role: str) -> None:
+        """Make a store, shard or NDP worker again that Ray has given up, since its constructor was refused.
+
+        Raises:
+            ValueError: Ray's, its name is not free yet.
+        """
+        kinds = {"store": self._start_store, "shard": self._start_shard, "ndp": self.start_ndp}
+        planned = self._planned[role]
+        end(self.actors[role])  # a dead actor keeps its name while there are handles
+        kinds[planned.role](planned)
+
+    def refuse(self, role: str, refusal: StoreError) -> None:
+        """Let who looks for a worker's address find out why there is none."""
+        if self.directory is not None:
+            with contextlib.suppress(RuntimeFailure):  # it is told again at the next attempt
+                self.directory.refuse(role, refusal)
 
     def end_worker(self, role: str) -> None:
         """End one worker for good."""
@@ -245,7 +263,7 @@ class ActorGroup:
         if threads not in (None, self._settings.threads) and not self._local:  # where Ray starts a process for it
             options["runtime_env"] = environment_of(thread_limits(threads or 1))
         handle = self._placement.make(planned, plain, *args, options=options, **named)
-        self.actors[role_of(planned)] = handle
+        self.actors[role_of(planned)], self._planned[role_of(planned)] = handle, planned
         return handle
 
     def _show_stage(self) -> None:
@@ -254,9 +272,7 @@ class ActorGroup:
             if self._worker_class is None:
                 self._step(str(self.lead.ask("health", deadline_s=_STEP_S)["state"]))
 
-    def _wait(
-        self, refs: Sequence[Any], left: Callable[[], float], notify: Callable[[], None] = lambda: None
-    ) -> None:
+    def _wait(self, refs: Sequence[Any], left: Callable[[], float], notify: Callable[[], None] = lambda: None) -> None:
         """Return when all have come, with a call of `notify` about once a second; the first that fails is raised."""
         pending = list(refs)
         while pending:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import RuntimeFailure
+from ..errors import RuntimeFailure, StoreError
 from ..proto.peers import LocalDirectory
 from ..proto.tls import TlsFiles
 
@@ -16,7 +16,24 @@ _ANSWER_DEADLINE_S = 10.0
 
 
 class EndpointDirectory(LocalDirectory):
-    """Names such as "ndp/0", and the HOST:PORT that each registered last."""
+    """Names such as "ndp/0", and the HOST:PORT that each registered last, or why its process cannot start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._refusals: dict[str, StoreError] = {}
+
+    def register(self, name: str, address: str) -> None:
+        self._refusals.pop(name, None)
+        super().register(name, address)
+
+    def refuse(self, name: str, refusal: StoreError) -> None:
+        """Until a name registers, `lookup` raises this."""
+        self._refusals[name] = refusal
+
+    def lookup(self, name: str) -> str | None:
+        if name in self._refusals:
+            raise self._refusals[name]
+        return super().lookup(name)
 
     def entries(self) -> dict[str, str]:
         """All addresses by name."""
@@ -51,8 +68,12 @@ class Endpoints:
         self._ask("register", name, address)
 
     def lookup(self, name: str) -> str | None:
-        """The address; None: the name is not registered."""
+        """The address; None: the name is not registered. Raises StoreError: its process's files do not verify."""
         return self._ask("lookup", name)
+
+    def refuse(self, name: str, refusal: StoreError) -> None:
+        """Until a name registers, `lookup` raises this."""
+        self._ask("refuse", name, refusal)
 
     def entries(self) -> dict[str, str]:
         """All addresses by name."""
@@ -65,6 +86,8 @@ class Endpoints:
             handle = ray.get_actor(self._actor)
             return ray.get(getattr(handle, method).remote(*args), timeout=_ANSWER_DEADLINE_S)
         except (ray.exceptions.RayError, ValueError) as error:  # ValueError: there is no such actor
+            if isinstance(refusal := getattr(error, "cause", None), StoreError):
+                raise refusal from error
             raise RuntimeFailure(
                 f"the endpoint directory does not answer: {type(error).__name__}", "check that the cluster is up"
             ) from error

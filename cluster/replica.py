@@ -68,14 +68,13 @@ class Replica:
         return plan
 
     def look(self) -> None:
-        """Restart a dead or hanging lead, and a process whose file was restored. Raises as `LeadKeeper.look`."""
+        """Start a dead or hanging lead again, and workers whose files verify again. Raises as `LeadKeeper.look`."""
         assert self._keeper is not None
-        for role, actor in list(self.group.actors.items()):
+        for role in list(self.group.actors):
             if role.partition("/")[0] in ("store", "shard", "ndp"):
-                keeper = self._workers.get(role)
-                if keeper is None or keeper.actor is not actor:
-                    keeper = self._workers[role] = WorkerKeeper(role, actor, self._notify)
-                keeper.look()
+                if role not in self._workers:
+                    self._workers[role] = WorkerKeeper(role, self.group, self._notify)
+                self._workers[role].look()
         self._keeper.look()
 
     def stop_watching(self) -> None:

@@ -1,8 +1,9 @@
 """What the process that started a runtime watches: its lead, which it starts again, and every process below it.
 
 Ray makes a dead lead's process anew, without its weights. `LeadKeeper` notices, starts it, and gives up when it dies
-too often. Like `WorkerKeeper`, it says which file stopped a process, and starts that again once the file is whole. The
-other actors register and serve again by themselves, and so do the server's processes.
+too often. A start that is refused because a file of the store does not verify is said, and tried again. The other
+actors register and serve again by themselves. One whose constructor is refused is dead for Ray; `WorkerKeeper` makes it
+again once its files verify.
 `RayWatch` says so, ends what hangs, and detects the loss of Ray itself, which is final.
 """
 
@@ -13,9 +14,9 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import psutil
@@ -23,14 +24,18 @@ import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray._private import state as gcs
 
-from ..errors import LoopDied, RuntimeFailure, TierMoeError
+from ..errors import LoopDied, RuntimeFailure, StoreError, TierMoeError
 from .attach import CONTROL, ActorRecord, Lead, lead_record
 from .placement import LEAD, family, remake, split_name
 from .ray_session import as_failure, ray_addresses, ray_processes
 
+if TYPE_CHECKING:
+    from .actor_group import ActorGroup
+
 DEATHS, WITHIN_S = 3, 60.0  # a lead that dies so often so soon is not started again
 REST_S = 60.0  # after which a lead that failed is tried again, while others serve
 SILENT_S = 6.0  # without an answer: said
+AGAIN_S = 2.0  # at least, between starts that a file refuses
 HUNG_S = 30.0  # ended, and started again
 REFUSALS = 3  # of Ray's own processes
 STOPPED_S = 5.0  # between two looks that should be a second apart: this process was stopped
@@ -55,34 +60,41 @@ class Pauses:
         return gap_s if gap_s > STOPPED_S else 0.0
 
 
-class _Files:
-    """What a worker says of the files that it serves from (`StoreGuard.state`), said once.
+class _Refusals:
+    """Starts that are refused for a file: said once for each reason, tried again after as long as it took.
 
     Args:
-        name: of the worker, for people.
+        name: of the process, for people.
     """
 
     def __init__(self, name: str, notify: Callable[[str], None]) -> None:
         self._name, self._notify = name, notify
-        self._reported: tuple[str, str] | None = None
+        self._said: str | None = None
+        self._begun_s: float | None = None  # None: Ray began the last one by itself
+        self._again_s = 0.0
 
-    def look(self, health: Mapping[str, Any]) -> bool:
-        """Whether the files are whole again and the worker's process has to be started again; True once."""
-        problem = health.get("problem")
-        reported = None if problem is None else (str(health["state"]), str(problem))
-        if reported == self._reported:
-            return False
-        before, self._reported = self._reported, reported
-        if reported is None:
-            if before is not None and before[0] == "mended":
-                return False  # its process died, which is said
-            self._notify(f"{self._name} serves again: its files are whole")
-        elif reported[0] == "mended":
-            self._notify(f"{self._name}'s files are whole again; its process is started again")
-            return True
-        else:
-            self._notify(f"{self._name} stopped serving: {problem}; {health['remedy']}")
-        return False
+    @property
+    def due(self) -> bool:
+        """Whether the next start may begin."""
+        return time.monotonic() >= self._again_s
+
+    def begin(self) -> None:
+        """A start begins."""
+        self._begun_s = time.monotonic()
+
+    def refused(self, refusal: StoreError) -> None:
+        """The start was refused."""
+        now_s = time.monotonic()
+        took_s = 0.0 if self._begun_s is None else now_s - self._begun_s
+        self._begun_s, self._again_s = None, now_s + max(AGAIN_S, took_s)  # each hashes a file
+        if refusal.what != self._said:
+            self._said = refusal.what
+            self._notify(f"{self._name} stopped serving: {refusal}")
+
+    def over(self) -> bool:
+        """It serves; whether a start was refused before."""
+        before, self._said = self._said, None
+        return before is not None
 
 
 class LeadKeeper:
@@ -110,10 +122,11 @@ class LeadKeeper:
         self._asked_s = 0.0  # when it was made; later by what this process was stopped meanwhile
         self._pauses = Pauses()
         self._silent = False
-        self._files = _Files(label, notify)
+        self._refusals = _Refusals(label, notify)
 
     def look(self) -> None:
-        """Check once, and act. A lead that failed is restarted after `REST_S`.
+        """Check once, and act. A lead whose files do not verify is started until they do; one that failed otherwise is
+        restarted after `REST_S`.
 
         Raises:
             RuntimeFailure: the lead has ended for good, or has died `DEATHS` times within `WITHIN_S` (deaths of its
@@ -141,8 +154,9 @@ class LeadKeeper:
                 return
         if record.restarts > self._restarts:
             self._died(record.restarts)
-        if self._dead and record.state == "ALIVE":
+        if self._dead and record.state == "ALIVE" and self._refusals.due:
             self._dead, self._start = False, self._call("start")
+            self._refusals.begin()
         if self._start is not None:
             self._follow_start()
         elif not self._dead:
@@ -167,7 +181,13 @@ class LeadKeeper:
         except ray.exceptions.RayActorError:
             return  # it died again: the next look finds out
         except ray.exceptions.RayError as error:
-            raise as_failure(error, f"{self._label} did not start again") from error
+            failure = as_failure(error, f"{self._label} did not start again")
+            if not isinstance(failure, StoreError):
+                raise failure from error
+            self._refusals.refused(failure)
+            self._dead = True
+            return
+        self._refusals.over()
         self._notify(f"{self._label} serves again, {time.monotonic() - self._died_s:.0f} s after it died")
 
     def _follow_health(self, record: ActorRecord) -> None:
@@ -176,7 +196,7 @@ class LeadKeeper:
         if ray.wait([self._health], timeout=0)[0]:
             health, self._health = self._health, None
             try:
-                state = ray.get(health)
+                ray.get(health)
             except ray.exceptions.RayActorError:
                 return  # the table says so at the next look
             except ray.exceptions.RayError as error:
@@ -187,8 +207,6 @@ class LeadKeeper:
                 self._loop_died = True
                 self._remake(record)
                 return
-            if self._files.look(state):
-                self._remake(record)
             return
         self._allow_for_pause()
         silent_s = time.monotonic() - self._asked_s
@@ -212,28 +230,49 @@ class LeadKeeper:
 
 
 class WorkerKeeper:
-    """Starts a worker's process again once the files that it serves from are whole again, and says why it stopped.
+    """Makes a worker again whose files do not verify, and says which one.
+
+    A worker opens its files in its constructor. An actor whose constructor fails is dead, and Ray does not try again.
 
     Args:
-        name: of the worker, for people.
-        actor: its handle; Ray makes its process again.
+        role: of the worker.
+        group: of its actors; it makes the worker again.
         notify: called with a line for each change.
     """
 
-    def __init__(self, name: str, actor: Any, notify: Callable[[str], None]) -> None:
-        self.actor, self._files = actor, _Files(name, notify)
+    def __init__(self, role: str, group: ActorGroup, notify: Callable[[str], None]) -> None:
+        self._role, self._group, self._notify = role, group, notify
+        self._refusals = _Refusals(role, notify)
         self._health: Any = None  # a call without an answer yet
+        self._dead = False
 
     def look(self) -> None:
-        """Look once, without blocking."""
+        """Look once, without blocking on the worker."""
+        if self._dead:
+            if not self._refusals.due:
+                return
+            try:
+                self._group.make_again(self._role)
+            except ValueError:
+                return  # its name is not free yet
+            self._dead, self._health = False, None
+            self._refusals.begin()
         if self._health is None:
-            self._health = self.actor.health.remote()
+            self._health = self._group.actors[self._role].health.remote()
         if not ray.wait([self._health], timeout=0)[0]:
             return
         health, self._health = self._health, None
-        with contextlib.suppress(ray.exceptions.RayError):  # it died: Ray starts it again, and `RayWatch` says so
-            if self._files.look(ray.get(health)):
-                remake(self.actor, None)
+        try:
+            ray.get(health)
+        except ray.exceptions.RayError as error:  # else it died: Ray starts it again, and `RayWatch` says so
+            failure = as_failure(error, f"{self._role} did not start again")
+            if isinstance(failure, StoreError):
+                self._dead = True
+                self._refusals.refused(failure)
+                self._group.refuse(self._role, failure)
+            return
+        if self._refusals.over():
+            self._notify(f"{self._role} serves again: its files are whole")
 
 
 @dataclass(eq=False)

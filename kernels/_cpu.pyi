@@ -176,19 +176,6 @@ def form_linear(threads: Pool, set_number: int, matrix: Sequence[int], x: numpy.
     Raises ValueError: an array of another shape, type or layout; a number or an order out of range.
     """
 
-def guard_pages(address: int, size: int) -> int:
-    """
-    Survive bad pages of a mapped file; the file's number. Raises ValueError: too many files; OSError: no handler.
-    """
-
-def release_pages(file: int) -> None:
-    """
-    The file is about to be unmapped. Raises ValueError: there is no such file.
-    """
-
-def bad_page() -> tuple[int, int] | None:
-    """The file and the offset of the first page that could not be read."""
-
 def rank_by_votes(scores: Annotated[NDArray, dict(device='cpu', writable=False)], top: int, base: int) -> list[int]:
     """
     `predicted_experts` of scores [T, E], float32 or float64, with `base` added to each.

@@ -6,7 +6,7 @@ so a node has one copy. Other nodes read through a `StoreWorker`. A store's repl
 
 A verification leaves a stamp of each file (size, modification and change time, inode). The stamps are written into the
 folder, so the next opening may skip the hashing, and are part of every description, so no process maps a file that
-changed since; `pages` watches them while it is mapped.
+changed since; `pages.FileWatch` ends one that maps a file when it changes.
 NumPy without torch.
 """
 
@@ -351,14 +351,9 @@ def renewed(view: StoreView) -> StoreView:
     try:
         for file in (*view.layers, view.dense, *view.checkpoint.values()):
             file.check_unchanged(REBUILD)
+        return view
     except StoreError:
-        return verified(view, "stamp")
-    return view
-
-
-def verified(view: StoreView, verify: Literal["full", "stamp"]) -> StoreView:
-    """The same layers of the same store, opened again. Raises StoreError: damaged, or another store is there."""
-    found = ExpertStore(view.path, verify, [layer.index for layer in view.layers]).describe()
+        found = ExpertStore(view.path, "stamp", [layer.index for layer in view.layers]).describe()
     if found.manifest != view.manifest:
         raise StoreError(f"{view.path} holds another store than the one that is served", "restart the runtime")
     return found

@@ -25,10 +25,10 @@ from ...proto.messages import FileReply, FileRequest, HealthReport, HealthReques
 from ...proto.options import ServerOptions, too_large
 from ...proto.peers import Directory, store_name
 from ...proto.server import ChannelServer
-from .files import ExpertStore, LayerArrays, StoreView, verified
+from .files import ExpertStore, LayerArrays, StoreView
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
-from .pages import StoreGuard, check_pages, read_pages
-from .published import FormArrays, mapped_files
+from .pages import FileWatch
+from .published import FormArrays
 from .remote import RefBook
 from .replicas import REPLICAS_NAME, read_replicas
 
@@ -64,10 +64,7 @@ class StoreWorker:
     ) -> None:
         self._store = ExpertStore(path, verify, layers)
         self._view, self._name = self._store.describe(), store_name(index)
-        self._layers = {
-            view.index: (view, arrays) for view, arrays in zip(self._view.layers, self._store.mapped, strict=True)
-        }
-        self._guard = StoreGuard(lambda whole: _verify(self._view, whole))
+        self._layers = {arrays.index: arrays for arrays in self._store.mapped}
         manifest = self._view.manifest
         self._digest = manifest_digest(manifest)
         self._files = {MANIFEST_NAME, *(record.file for record in (manifest.dense, *manifest.extras))}
@@ -88,6 +85,7 @@ class StoreWorker:
             except BaseException:
                 self._server.close()
                 raise
+        self._watch = FileWatch()
 
     @property
     def address(self) -> str | None:
@@ -120,18 +118,17 @@ class StoreWorker:
         tensors = _by_name(self._layer(layer, np.asarray(experts, np.int64)))
         nbytes = self._view.manifest.expert_nbytes()
         self._count(len(experts), len(experts) * nbytes)
-        refs = [
+        return [
             self._refs.get((layer, e), nbytes, lambda e=e: [array[e] for array in tensors.values()])  # type: ignore[misc]
             for e in experts
         ]
-        check_pages()
-        return refs
 
     def health(self) -> dict[str, Any]:
-        """Layers, bytes and counters, and the state of the files (`StoreGuard.state`)."""
+        """Layers, bytes and counters."""
         with self._lock:
             sent = {"experts_sent": self._experts_sent, "bytes_sent": self._bytes_sent}
-        return self._guard.state() | {
+        return {
+            "state": "serving",
             "address": self.address or "",
             "pid": os.getpid(),
             "store": self._digest,
@@ -142,6 +139,7 @@ class StoreWorker:
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
+        self._watch.close()
         if self._server is not None:
             self._server.close()
         self._refs.clear()
@@ -166,11 +164,10 @@ class StoreWorker:
             raise too_large(nbytes, self._most)
         self._count(len(request.experts), nbytes)
         rows = {n: _rows(a, request.experts) for n, a in tensors.items()}
-        read_pages(rows.values())
         return StoreReply(request.layer, request.experts, rows, request.first)
 
     def _layer(self, layer: int, experts: NDArray[np.integer[Any]]) -> LayerArrays | FormArrays:
-        """The arrays of a layer that has all these experts, and whose files are unchanged."""
+        """The arrays of a layer that has all these experts."""
         found = self._layers.get(layer)
         if found is None:
             layers = ", ".join(map(str, self._layers)) or "none"
@@ -179,12 +176,7 @@ class StoreWorker:
         ids: list[int] = experts.tolist()
         if not ids or len(set(ids)) != len(ids) or not 0 <= min(ids) <= max(ids) < count:
             raise StoreError(f"experts {ids[:8]} are none, named twice, or not among {count}", "use the lead's store")
-        view, arrays = found
-        view.check_unchanged(REBUILD)  # a few microseconds; altered data is not sent
-        if view.where is not None:
-            for file in mapped_files([view.where]):
-                self._view.checkpoint[file].check_unchanged(REBUILD)
-        return arrays
+        return found
 
     def _file(self, request: FileRequest) -> FileReply:
         """A piece of a file; the reader checks the digest of the whole."""
@@ -206,10 +198,6 @@ class StoreWorker:
         with self._lock:
             self._experts_sent += experts
             self._bytes_sent += nbytes
-
-
-def _verify(view: StoreView, whole: bool) -> None:
-    verified(view, "full" if whole else "stamp")
 
 
 Stacked = NDArray[Any] | Sequence[NDArray[Any]]  # by expert

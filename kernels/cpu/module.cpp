@@ -101,7 +101,6 @@ NB_MODULE(_cpu, m) {
     bind_dense(m);
     bind_importance(m);
     bind_neurons(m);
-    bind_pages(m);
     bind_ranks(m);
     bind_substitute(m);
 }

@@ -130,7 +130,7 @@ def compile_all(tmp_path_factory: pytest.TempPathFactory) -> Compile:
 
 
 @pytest.mark.slow  # minutes of compilation
-def test_bindings_pages_rank_and_decode(tmp_path: Path, compile_all: Compile) -> None:
+def test_bindings_rank_and_decode(tmp_path: Path, compile_all: Compile) -> None:
     """The whole module of kernels, called with numbers that no caller has."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None or sys.platform != "linux":

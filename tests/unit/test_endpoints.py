@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from tiermoe.cluster.endpoints import EndpointDirectory, Endpoints
-from tiermoe.errors import RuntimeFailure
+from tiermoe.errors import RuntimeFailure, StoreError
 
 
 def test_the_newest_registration_of_a_name_holds() -> None:
@@ -17,6 +17,16 @@ def test_the_newest_registration_of_a_name_holds() -> None:
     assert directory.lookup("ndp/0") == "127.0.0.1:4000"
     directory.register("ndp/0", "127.0.0.1:5000")
     assert list(directory.entries().items()) == [("ndp/0", "127.0.0.1:5000"), ("store/0", "127.0.0.1:4001")]
+
+
+def test_a_process_whose_files_do_not_verify_is_named_until_it_registers() -> None:
+    directory = EndpointDirectory()
+    directory.register("store/0", "127.0.0.1:4001")
+    directory.refuse("store/0", StoreError("layer-000.safetensors changed", "put it back"))
+    with pytest.raises(StoreError, match="layer-000"):
+        directory.lookup("store/0")
+    directory.register("store/0", "127.0.0.1:4002")
+    assert directory.lookup("store/0") == "127.0.0.1:4002"
 
 
 @pytest.mark.parametrize("error", [ValueError("no actor endpoints"), ray.exceptions.GetTimeoutError("late")])

@@ -390,7 +390,7 @@ def test_a_slow_consumer_gets_tokens_together() -> None:
 
 def test_a_lead_whose_file_changed_refuses_requests_at_once_and_takes_them_again() -> None:
     """Guards: 200 of `/ready`, and every request failed, or gave wrong tokens."""
-    damaged = {"state": "damaged", "problem": "layer-000.safetensors changed", "remedy": "put the file back"}
+    damaged = {"state": "loading weights", "problem": "layer-000.safetensors changed", "remedy": "put the file back"}
     lead = FakeLead([_END], states=["serving", *[damaged] * 3, "loading weights", "serving"])
 
     async def call(backend: LeadBackend) -> None:

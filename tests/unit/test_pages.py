@@ -1,57 +1,26 @@
-"""A file that is truncated or changes while it is mapped: an error that names it, from whoever would send results."""
+"""A file that changes while it is mapped is named, and ends the process that maps it."""
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-import truncated
-from channel_peer import wait_until
 from numpy.typing import NDArray
-from serving import greedy, prepared, settings
-from tiny_models import save_tiny_checkpoint
-from truncated import PAGE
 
-from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.requests import GenerationRequest, SamplingParams
-from tiermoe.actors.store import pages
-from tiermoe.actors.store.format import DENSE_NAME
-from tiermoe.actors.store.pages import FileStamp, StoreGuard, check_pages, map_file, problem
-from tiermoe.errors import NotServing, StoreError
+from tiermoe.actors.store.pages import FileStamp, check_files, map_file
+from tiermoe.errors import StoreError
 
-
-def _outcome(run: Callable[[Path], None], folder: Path) -> tuple[int | None, str | None]:
-    """Exit code and error of a process of its own: a bad page stays known to its process."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    process = context.Process(target=truncated.report, args=(run, folder, answers))
-    process.start()
-    process.join(60)
-    return process.exitcode, None if answers.empty() else answers.get()
-
-
-@pytest.mark.parametrize("run", [truncated.read, truncated.lead, truncated.ndp])
-def test_a_truncated_file_is_named(run: Callable[[Path], None], tmp_path: Path) -> None:
-    code, error = _outcome(run, tmp_path)
-    assert code == 0
-    assert error is not None
-    assert str(tmp_path) in error
-    assert "was truncated, or its disk fails" in error
-
-
-def test_other_bus_errors_end_the_process_as_before(tmp_path: Path) -> None:
-    assert _outcome(truncated.unguarded, tmp_path)[0] == -signal.SIGBUS
-
-
-_SAME, _OTHER = b"\1" * PAGE, b"\2" * PAGE
+_PAGE = 4096
+_SAME, _OTHER = b"\1" * 4 * _PAGE, b"\2" * 4 * _PAGE
+_WAIT_S = 60.0
 
 
 def _mapped(path: Path) -> NDArray[np.uint8]:
@@ -59,115 +28,107 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
         return np.frombuffer(map_file(file.fileno(), str(path), FileStamp.of(path.stat())), np.uint8)
 
 
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "LOOK_S", 0.01)
+def _write(path: Path) -> None:
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.write(_OTHER)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the change time stays
 
 
-@pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("change", ["written in place", "replaced", "removed"])
-def test_a_change_stays_known_while_the_file_is_mapped(tmp_path: Path, change: str) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(_SAME)
-    before, array = path.stat(), _mapped(path)
-    assert problem() is None
-    if change == "written in place":
-        with open(path, "r+b") as file:
-            file.write(_OTHER)
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the change time stays
-    elif change == "replaced":
-        (tmp_path / "new").write_bytes(_SAME)
-        (tmp_path / "new").replace(path)
-    else:
-        path.unlink()
-    wait_until(lambda: problem() is not None)
-    with pytest.raises(StoreError, match=str(path)):
-        check_pages()
-    path.write_bytes(_SAME)
-    assert problem() is not None  # what was read meanwhile may be in a slot
+def _truncate(path: Path) -> None:
+    os.truncate(path, _PAGE)
+
+
+def _replace(path: Path) -> None:
+    path.with_name("new").write_bytes(_SAME)
+    path.with_name("new").replace(path)
+
+
+_CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "written in place": (_write, "changed"),
+    "truncated": (_truncate, "changed"),
+    "replaced": (_replace, "was removed or replaced"),
+    "removed": (Path.unlink, "was removed or replaced"),
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_change_is_known_while_the_file_is_mapped(tmp_path: Path, change: str) -> None:
+    (tmp_path / "file").write_bytes(_SAME)
+    array = _mapped(tmp_path / "file")
+    check_files()
+    make, how = _CHANGES[change]
+    time.sleep(0.02)  # the clock of the change times ticks
+    make(tmp_path / "file")
+    with pytest.raises(StoreError, match=f"{tmp_path / 'file'} {how} while it was served"):
+        check_files()
+    (tmp_path / "file").write_bytes(_SAME)
+    with pytest.raises(StoreError):  # what was read meanwhile may be in a slot
+        check_files()
     assert array[0] in (1, 2)
     del array
-    assert problem() is None
+    check_files()
 
 
-@pytest.mark.usefixtures("at_once")
 def test_a_hard_link_or_another_mode_is_no_change(tmp_path: Path) -> None:
     """Guards: a copy of a store by hard links, as benchmarks make one, stopped the servers of that store."""
     path, link = tmp_path / "file", tmp_path / "link"
     path.write_bytes(_SAME)
-    before, array = path.stat(), _mapped(path)
+    array = _mapped(path)
     for change in (lambda: os.link(path, link), link.unlink, lambda: path.chmod(0o600)):
+        time.sleep(0.02)
         change()
-        time.sleep(0.02)  # the next look
-        assert problem() is None
-    path.write_bytes(_OTHER)
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    wait_until(lambda: problem() is not None)
+        check_files()
+    time.sleep(0.02)
+    _write(path)
+    with pytest.raises(StoreError, match="changed while it was served"):
+        check_files()
     del array
-    assert problem() is None
 
 
-@pytest.mark.usefixtures("at_once")
-def test_a_guard_says_when_the_files_verify_again(tmp_path: Path) -> None:
+_CHILD = """
+import sys, time
+import numpy as np
+from tiermoe.actors.store.pages import FileStamp, FileWatch, map_file
+
+path = sys.argv[1]
+with open(path, "rb") as file:
+    import os
+    array = np.frombuffer(map_file(file.fileno(), path, FileStamp.of(os.fstat(file.fileno()))), np.uint8)
+watch = FileWatch()
+print("maps", flush=True)
+sys.stdin.readline()
+while True:
+    if sys.argv[2] == "reads":
+        array.max()
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "does", "code"),
+    [*((change, "waits", 1) for change in _CHANGES), ("truncated", "reads", -signal.SIGBUS)],
+)
+def test_a_change_ends_the_process_that_maps_the_file(tmp_path: Path, change: str, does: str, code: int) -> None:
+    """A page behind the new end of a file ends its reader by itself, perhaps before the change is noticed."""
     path = tmp_path / "file"
     path.write_bytes(_SAME)
-    array = _mapped(path)
-    verified: list[bool] = []
-
-    def verify(whole: bool) -> None:
-        verified.append(whole)
-        if path.read_bytes() != _SAME:
-            raise StoreError("it differs", "put it back")
-
-    guard = StoreGuard(verify)
-    assert guard.state() == {"state": "serving"}
-    path.write_bytes(_OTHER)
-    wait_until(lambda: guard.state()["state"] == "damaged")
-    assert str(path) in guard.state()["problem"]
-    wait_until(lambda: len(verified) == 1)
-    time.sleep(0.1)
-    assert verified == [False]  # not again while it stays as it is
-    path.unlink()
-    path.write_bytes(_SAME)
-    wait_until(lambda: guard.state()["state"] == "mended")
-    assert guard.state()["state"] == "mended"
-    assert problem() is not None
-    del array
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_lead_stops_at_a_change_and_starts_again_with_the_file_put_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards: dense weights were mapped by another library, unwatched; a changed layer gave wrong tokens, 200 OK."""
-    store = prepared(save_tiny_checkpoint("mixtral", tmp_path / "checkpoint"), tmp_path / "store")
-    view, path = store.describe(), tmp_path / "store" / DENSE_NAME
-    store.close()
-    before = path.read_bytes()
-    # a record of the failed forward would keep its frames, and those the mapping, as long as pytest keeps records
-    caplog.set_level(logging.CRITICAL, "ContinuousBatchingLogger")
-    with closing(GpuWorker(settings(0.25), view)) as worker:
-        worker.start()
-        expected = greedy(worker, [[5, 9, 2]], 3)
-        stream = worker.submit(GenerationRequest("running", (7, 1, 3), SamplingParams(max_tokens=100, ignore_eos=True)))
-        events = iter(stream)
-        next(events)
-        with open(path, "r+b") as file:
-            file.seek(-4, os.SEEK_END)
-            file.write(b"\0\0\0\0")
-        last = list(events)[-1]
-        assert (last.finish, last.error_type) == ("error", "StoreError")
-        assert str(path) in str(last.error)
-        health = worker.health()
-        assert health["state"] == "damaged"
-        assert str(path) in health["problem"]
-        with pytest.raises(NotServing, match=str(path)):
-            worker.submit(GenerationRequest("next", (1,)))
-        path.write_bytes(before)
-        wait_until(lambda: worker.health()["state"] == "mended")
-    del worker, stream, events
-    wait_until(lambda: problem() is None)
-    with closing(GpuWorker(settings(0.25), view)) as worker:  # as Ray makes it again
-        worker.start()
-        assert worker.health()["state"] == "serving"
-        assert greedy(worker, [[5, 9, 2]], 3) == expected
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(path), does],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        assert select.select([child.stdout], [], [], _WAIT_S)[0]
+        assert child.stdout.readline() == "maps\n"
+        make, how = _CHANGES[change]
+        make(path)
+        _, said = child.communicate("go\n", _WAIT_S)
+    finally:
+        child.kill()
+        child.wait()
+    if does == "reads":
+        assert child.returncode in (code, 1)
+    else:
+        assert child.returncode == code
+        assert f"{path} {how} while it was served; put the file back" in said

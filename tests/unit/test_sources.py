@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import RemoteStores, host_weights, open_sources
 from tiermoe.actors.settings import LinkSettings, StoreSettings
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.actors.store.format import DType, ExpertShape, layer_name
+from tiermoe.actors.store.format import DType, ExpertShape
 from tiermoe.actors.store.server import StoreWorker
 from tiermoe.errors import StoreError
 from tiermoe.proto.options import ServerOptions
@@ -43,9 +44,7 @@ class Stores:
         self.manifest = self.workers[0].describe().manifest
 
     def _new(self, index: int) -> StoreWorker:
-        return StoreWorker(
-            str(self.folder), index, self.slices[index], "stamp", self.board, options=self.options
-        )
+        return StoreWorker(str(self.folder), index, self.slices[index], "stamp", self.board, options=self.options)
 
     def restart(self, index: int) -> None:
         self.workers[index] = self._new(index)
@@ -260,19 +259,21 @@ def test_a_store_of_another_model_is_not_connected_to(make: Make, tmp_path: Path
         wait_until(lambda: "another model" in holder.problem, WAIT_S)  # half a second is short on a busy machine
 
 
-def test_a_damaged_store_is_left_until_it_is_well(make: Make) -> None:
-    stores = make(range(LAYERS), range(LAYERS))
-    file = stores.folder / layer_name(0)
-    data = file.read_bytes()
+def test_a_store_whose_file_does_not_verify_is_named_until_it_serves(make: Make) -> None:
+    """Its process ended with the change; what keeps it from its start is known by its name."""
+    stores = make()
+    (link,) = stores.links
     with stores.reader() as reader:
-        file.unlink()
-        file.write_bytes(data)
-        with pytest.raises(StoreError, match="changed since it was verified"):
-            take(reader, 0, 1)
-        for i in (0, 1):
-            stores.workers[i].close()
-            stores.restart(i)  # verifies anew
-        assert all(holder.wait(WAIT_S) for holder in reader._holders.values())
+        refusal = StoreError("layer-000.safetensors changed", "put it back")
+        known = link.link.address()
+        with mock.patch.object(type(stores.board), "lookup", side_effect=refusal):
+            stores.workers[0].close()
+            wait_until(lambda: reader.refusal() is not None, WAIT_S)
+            assert "layer-000.safetensors changed" in str(reader.refusal())
+        stores.restart(0)
+        assert link.link.address() != known
+        assert reader._holders["store/0"].wait(WAIT_S)
+        assert reader.refusal() is None
         assert_right(take(reader, 0, 1), 0, 1)
 
 
@@ -364,9 +365,7 @@ def test_the_loader_takes_promises_and_tensors_in_order(make: Make) -> None:
             assert_right(job.dst, layer, e)
         stores.workers[0].close()
         reader._settings = FAST
-        failing = LoadJob(
-            0, 4, dst=pool.slot(4), after=None, layer=0, cause="demand", src=reader.layer(0).expert(2)
-        )
+        failing = LoadJob(0, 4, dst=pool.slot(4), after=None, layer=0, cause="demand", src=reader.layer(0).expert(2))
         loader.submit([failing], DEMAND)
         assert failing.done.wait(WAIT_S)
         assert isinstance(failing.error, StoreError)

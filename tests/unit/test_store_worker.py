@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from channel_peer import wait_until
 from handmade_store import EXPERTS, HIDDEN, INTERMEDIATE, layer_values, write_store
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -122,25 +121,6 @@ def test_more_than_a_message_carries_is_refused_before_it_is_copied(folder: Path
         with pytest.raises(MessageTooLarge):
             worker.handle(Request(0, ids(0)))
         assert isinstance(worker.handle(Request(0, ids(0), 0, 1)), StoreReply)
-
-
-def test_a_changed_file_is_not_served(
-    worker: StoreWorker, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tiermoe.actors.store.pages.LOOK_S", float("inf"))
-    data = (folder / layer_name(1)).read_bytes()
-    (folder / layer_name(1)).unlink()
-    (folder / layer_name(1)).write_bytes(data)
-    assert isinstance(worker.handle(Request(0, ids(0))), StoreReply)
-    with pytest.raises(StoreError, match="changed since it was verified"):
-        worker.handle(Request(1, ids(0)))
-    monkeypatch.setattr("tiermoe.actors.store.pages.LOOK_S", 0.0)
-    with pytest.raises(StoreError, match="while it was served"):
-        worker.handle(Request(0, ids(0)))
-    health = worker.health()
-    assert health["state"] == "damaged"
-    assert layer_name(1) in health["problem"]
-    wait_until(lambda: worker.health()["state"] == "mended", 30.0)  # its bytes are the same
 
 
 @given(

@@ -143,9 +143,7 @@ def test_three_deaths_within_a_minute_are_the_end(
         keeper.look()
 
 
-def test_a_lead_that_died_too_often_rests_and_is_made_anew(
-    fake: FakeRay, keeper: LeadKeeper, said: list[str]
-) -> None:
+def test_a_lead_that_died_too_often_rests_and_is_made_anew(fake: FakeRay, keeper: LeadKeeper, said: list[str]) -> None:
     fake.record = fake.lead(3, "ALIVE")
     for _ in range(2):
         with pytest.raises(RuntimeFailure, match="died 3 times"):
@@ -162,40 +160,45 @@ def test_a_lead_that_died_too_often_rests_and_is_made_anew(
     assert said == ["the lead died; it is started again", "the lead serves again, 0 s after it died"]
 
 
-def test_a_file_that_stops_a_lead_is_said_once_and_its_return_starts_the_process_again(
+_REFUSED = StoreError("store/dense.safetensors changed", "put the file back")
+
+
+def test_a_lead_whose_file_does_not_verify_is_started_until_it_does(
     fake: FakeRay, keeper: LeadKeeper, said: list[str]
 ) -> None:
-    """Guards: the lead said that it serves, and putting the file back changed nothing."""
-    damage = {"problem": "store/dense.safetensors changed", "remedy": "put the file back"}
-    fake.answers["health"] = {"state": "damaged"} | damage
-    for _ in range(3):
+    """Guards: the server ended, or putting the file back changed nothing."""
+    fake.record, fake.answers["start"] = fake.lead(1, "ALIVE"), RayTaskError("start", "traceback", _REFUSED)
+    for _ in range(6):
         keeper.look()
-    assert said == ["the lead stopped serving: store/dense.safetensors changed; put the file back"]
+        fake.now_s += 1
+    assert fake.calls == ["start"] * 3
+    assert said == ["the lead died; it is started again", f"the lead stopped serving: {_REFUSED}"]
+    fake.answers["start"], fake.now_s = {}, fake.now_s + 1
+    for _ in range(2):
+        keeper.look()
+    assert said[2:] == ["the lead serves again, 7 s after it died"]
     assert fake.remade == []
-    fake.answers["health"] = {"state": "mended"} | damage
-    for _ in range(3):
-        keeper.look()
-    assert fake.remade == [7]
-    assert said[1:] == ["the lead's files are whole again; its process is started again"]
-    fake.answers["health"] = {"state": "serving"}
-    keeper.look()
-    assert len(said) == 2
 
 
-def test_a_worker_is_started_again_once_its_files_are_whole(fake: FakeRay, said: list[str]) -> None:
-    """Guards: a store worker's health said "damaged", and nobody read it."""
-    keeper = WorkerKeeper("store/0", SimpleNamespace(health=SimpleNamespace(remote=lambda: "health")), said.append)
+def test_a_worker_whose_file_does_not_verify_is_made_until_it_does(fake: FakeRay, said: list[str]) -> None:
+    """Guards: Ray gives up an actor whose constructor fails, and nobody made it again."""
+    actor = SimpleNamespace(health=SimpleNamespace(remote=lambda: "health"))
+    made: list[str] = []
+    refused: list[tuple[str, TierMoeError]] = []
+    group = SimpleNamespace(actors={"store/0": actor}, make_again=made.append, refuse=lambda *why: refused.append(why))
+    keeper = WorkerKeeper("store/0", group, said.append)  # type: ignore[arg-type]
+    fake.answers["health"] = ActorDiedError()  # it died: Ray makes it again
     keeper.look()
-    damage = {"problem": "layer-000.safetensors is gone", "remedy": "put the file back"}
-    for state in ("damaged", "mended", "mended"):
-        fake.answers["health"] = {"state": state} | damage
+    fake.answers["health"] = RayTaskError("__init__", "traceback", _REFUSED)
+    for _ in range(5):
         keeper.look()
-    assert [line.partition(":")[0] for line in said] == [
-        "store/0 stopped serving", "store/0's files are whole again; its process is started again",
-    ]  # fmt: skip
-    assert fake.remade == [None]
-    fake.answers["health"] = ActorDiedError()
+        fake.now_s += 1
+    assert made == ["store/0"] * 2
+    assert said == [f"store/0 stopped serving: {_REFUSED}"]
+    assert set(refused) == {("store/0", _REFUSED)}
+    fake.answers["health"], fake.now_s = {"state": "serving"}, fake.now_s + 1
     keeper.look()
+    assert said[1:] == ["store/0 serves again: its files are whole"]
 
 
 class FakeReplica:
@@ -266,9 +269,7 @@ def test_a_lead_that_hangs_is_said_then_killed(fake: FakeRay, keeper: LeadKeeper
     assert fake.remade == [7]
 
 
-def test_a_lead_is_not_silent_while_this_process_is_stopped(
-    fake: FakeRay, keeper: LeadKeeper, said: list[str]
-) -> None:
+def test_a_lead_is_not_silent_while_this_process_is_stopped(fake: FakeRay, keeper: LeadKeeper, said: list[str]) -> None:
     """A machine that was suspended for a minute had its lead killed, and Ray given up for lost, when it woke."""
     fake.answers["health"] = None
     for _ in range(3):

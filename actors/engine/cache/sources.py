@@ -180,7 +180,7 @@ class RemoteStores:
         return {name: "lost" if holder.current is None else "connected" for name, holder in self._holders.items()}
 
     def refusal(self) -> StoreError | None:
-        """Why a layer cannot be had until a store is mended: none is connected, and one said that it is damaged."""
+        """Why a layer cannot be had: no store of it is connected, and the files of one do not verify."""
         for layer, holders in self._of_layer.items():
             if all(holder.current is None for holder in holders) and any(holder.refused for holder in holders):
                 why = "; ".join(holder.reason for holder in holders if holder.refused)

@@ -22,7 +22,6 @@ from ...settings import EngineSettings
 from ...store.dense import dense_folder
 from ...store.files import StoreView
 from ...store.format import ExpertShape, Published
-from ...store.pages import check_pages
 from ..cache.allocate import make_cache
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.sources import Sources, open_sources
@@ -116,7 +115,6 @@ class ShardEngine:
             try:
                 partial = self.activations.deliver(self._layers[batch.layer].forward(batch))
                 self.cache.settle_times()  # by now all has ended
-                check_pages()
             except BaseException:
                 self.cache.abandon()
                 raise

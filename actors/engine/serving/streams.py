@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from ....errors import RequestError, RuntimeFailure, TierMoeError
 from ...policies.routing import SequenceRows
 from ...requests import FinishReason, GenerationRequest, TokenEvent, TokenLogprob
-from ...store.pages import check_pages
 
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")  # of torch's allocator for CPUs, of C++
 
@@ -234,14 +233,12 @@ class Streams:
             stream.prompt_logprobs[place] = found
 
     def deliver(self, name: str, tokens: Sequence[int]) -> None:
-        """Send tokens that were generated. Raises StoreError: weights could not be read."""
-        check_pages()
+        """Send tokens that were generated."""
         if (stream := self._open.get(name)) is not None:
             stream.events.put(self._event(stream, tokens))
 
     def finish(self, name: str, tokens: Sequence[int] = ()) -> None:
-        """Send the last tokens: the request ended by a stop token or by length. Raises as `deliver`."""
-        check_pages()
+        """Send the last tokens: the request ended by a stop token or by length."""
         stream = self._close(name)
         if stream is None:
             return
