@@ -223,7 +223,7 @@ def test_what_is_imported_is_installed() -> None:
         if required.isdisjoint(name.lower().replace("_", "-") for name in packages.get(top, []))
     }
     of_requirements = {"annotated_types", "httpx", "pydantic_core", "starlette", "typing_extensions"}
-    assert lacking == {"opentelemetry", "triton"} | {"grpc_tools"} | of_requirements  # extras; `make proto`
+    assert lacking == {"triton"} | {"grpc_tools"} | of_requirements  # extras; `make proto`
     assert [project["optional-dependencies"][name] for name in ("grammar", "plots", "serve")] == [[], [], []]
 
 
