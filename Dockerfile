@@ -19,12 +19,12 @@ ENTRYPOINT ["tiermoe"]
 FROM base AS cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    python -m pip install --no-cache-dir --extra-index-url ${TORCH_INDEX} -c /constraints.txt "$(ls /wheels/tiermoe-*.whl)[otel]"
+    python -m pip install --no-cache-dir --extra-index-url ${TORCH_INDEX} -c /constraints.txt "$(ls /wheels/tiermoe-*.whl)"
 USER tiermoe
 
 FROM base AS cuda
 # Triton compiles the launchers of its kernels at start: a C compiler, which tiermoe itself does not need
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
-    python -m pip install --no-cache-dir -c /constraints.txt "$(ls /wheels/tiermoe-*.whl)[otel,gpu]"
+    python -m pip install --no-cache-dir -c /constraints.txt "$(ls /wheels/tiermoe-*.whl)[gpu]"
 USER tiermoe

@@ -28,7 +28,7 @@ from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from .. import errors
 from ..errors import RuntimeFailure, TierMoeError
 from ..proto.options import is_loopback
-from ..proto.private import own_folder, reachable, run_folder
+from ..proto.private import own_folder, reachable
 from .host import thread_limits
 from .ray_auth import check_joinable, ensure_private_token
 from .scratch import Scratch
@@ -222,29 +222,6 @@ def leave() -> None:
 def session_folder() -> Path:
     """Where the Ray of this process keeps its sockets and logs on this machine; it goes with that Ray."""
     return Path(ray._private.worker._global_node.get_session_dir_path())
-
-
-def server_folder() -> Path:
-    """Where this user's processes on this machine keep files for each other while the Ray of this process runs; no
-    other user can get there. It is made if it is missing.
-
-    A local Ray's session is private and goes with that Ray. The session of a cluster may be writable to all.
-
-    Raises:
-        RuntimeFailure: another user has made it, or could.
-    """
-    session = session_folder()
-    shared = reachable(session)
-    folder = run_folder() / session.name if shared else session / "tiermoe-server"
-    try:
-        if shared:
-            own_folder(folder.parent)  # its owner could replace what is in it
-        return own_folder(folder)
-    except OSError as error:
-        raise RuntimeFailure(
-            f"'{folder}' cannot keep the server's files: {error.strerror}",
-            "remove it, or set XDG_RUNTIME_DIR or TMPDIR to a private folder",
-        ) from error
 
 
 def ray_processes() -> dict[str, subprocess.Popen[bytes]]:

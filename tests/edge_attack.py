@@ -3,7 +3,7 @@
     python tests/edge_attack.py --check                 a server of its own; exits with 1 where a bar is missed
     python tests/edge_attack.py --bytes 50 --kind words                what the machine does without an attack
     python tests/edge_attack.py http://127.0.0.1:8000 [--key-file FILE] [--bodies 16] [--bytes 3900000]
-    python tests/edge_attack.py --serve="--replicas 2 --edge-replicas 2"    options of the server of its own
+    python tests/edge_attack.py --serve="--replicas 2"    options of the server of its own
     python tests/edge_attack.py --framing        memory and time that bytes take which are no body, in this process
 
 Prints one JSON object for each kind of body. Kinds: `words` and `letters` are texts, `ids` a list of token ids, `bools`

@@ -7,9 +7,6 @@ a rest saves up nothing. Within a key, and where there are no keys, the first to
 
 The runtime serves in the order of arrival. So it gets no more prompts than its KV cache holds before it has begun
 them: behind a key's long prompts another would wait there, where keys have no turns.
-
-With several replicas of the server, limits are of all of them. Slots are divided: each replica has an equal part, and
-what the others have no use for. Turns are fair within a replica.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from dataclasses import dataclass, field
 
 from .keys import Key
 from .refusals import ApiError
-from .shared import Admitted, Ledger
 
 _PROMPT_WEIGHT, _GENERATED_WEIGHT = 1, 2  # section 3.2's w_p and w_q
 
@@ -49,14 +45,11 @@ class Admission:
     Args:
         running: choices that are with the runtime at a time.
         waiting: choices that may wait for that.
-        ledger: of the other replicas; None: there are none.
         prompt_tokens: of choices that are with the runtime and have no token yet; one choice may have more. None: any.
     """
 
-    def __init__(
-        self, running: int, waiting: int, ledger: Ledger | None = None, prompt_tokens: int | None = None
-    ) -> None:
-        self._limit, self._running, self._ledger = running + waiting, running, ledger
+    def __init__(self, running: int, waiting: int, prompt_tokens: int | None = None) -> None:
+        self._limit, self._running = running + waiting, running
         self._granted = 0  # slots
         self._most_unbegun, self._unbegun = prompt_tokens, 0  # prompt tokens of those that have a slot and no token
         self._shares: dict[str, _Share] = {}
@@ -69,11 +62,6 @@ class Admission:
         """Choices that were admitted and are not with the runtime yet."""
         return self._admitted - self.inside
 
-    @property
-    def waiting_anywhere(self) -> int:
-        """The same, in all replicas."""
-        return self.waiting + sum(other.choices - other.inside for other in self._others())
-
     def admit(self, key: Key, tokens: Sequence[int]) -> None:
         """Admit all choices of a request, each to be given back with `leave`.
 
@@ -81,39 +69,23 @@ class Admission:
             tokens: of each choice's prompt.
 
         Raises:
-            ApiError: 429, they do not fit; 503, the other replicas cannot be notified. None is admitted.
+            ApiError: 429, they do not fit. None is admitted.
         """
         share = self._shares.setdefault(key.name, _Share())
-        self._admitted += len(tokens)  # published before the check: no two replicas take the same last place
-        share.admitted += len(tokens)
-        try:
-            if not self._notify():
-                raise ApiError(503, "the disk that holds the server's counters is full", headers={"Retry-After": "5"})
-            self._check(key, share, tokens)
-        except ApiError:
-            self._admitted -= len(tokens)
-            share.admitted -= len(tokens)
-            self._notify()
-            raise
-
-    def _check(self, key: Key, share: _Share, tokens: Sequence[int]) -> None:
-        others = self._others()
-        there = [other.of(key.name) for other in others]
-        admitted = share.admitted + sum(choices for choices, _ in there)
-        waiting_tokens = share.waiting_tokens + sum(waiting for _, waiting in there)
-        if self._admitted + sum(other.choices for other in others) > self._limit:
-            raise _full(f"{self.waiting_anywhere - len(tokens)} requests wait already")
-        if key.requests is not None and admitted > key.requests:
-            raise _full(f"key '{key.name}' has {admitted - len(tokens)} of {key.requests} requests under way")
+        if self._admitted + len(tokens) > self._limit:
+            raise _full(f"{self.waiting} requests wait already")
+        if key.requests is not None and share.admitted + len(tokens) > key.requests:
+            raise _full(f"key '{key.name}' has {share.admitted} of {key.requests} requests under way")
         # a prompt above the limit is admitted alone: else it would never be
-        if key.tokens is not None and waiting_tokens and waiting_tokens + sum(tokens) > key.tokens:
-            raise _full(f"{waiting_tokens} of {key.tokens} prompt tokens wait for key '{key.name}'")
+        if key.tokens is not None and share.waiting_tokens and share.waiting_tokens + sum(tokens) > key.tokens:
+            raise _full(f"{share.waiting_tokens} of {key.tokens} prompt tokens wait for key '{key.name}'")
+        self._admitted += len(tokens)
+        share.admitted += len(tokens)
 
     def leave(self, key: Key) -> None:
         """One admitted choice is over, whether it ran or not."""
         self._admitted -= 1
         self._shares[key.name].admitted -= 1
-        self._notify()
 
     def charge(self, key: Key, generated: int) -> None:
         """Tokens were generated for a key."""
@@ -165,8 +137,9 @@ class Admission:
         return (share for share in self._shares.values() if share.queue)
 
     def _serve(self) -> None:
-        free = self._slots() - self._granted
-        while free > 0 and (share := min(self._queued(), key=lambda found: found.counter, default=None)):
+        while self._granted < self._running and (
+            share := min(self._queued(), key=lambda found: found.counter, default=None)
+        ):
             tokens, turn = share.queue[0]
             full = self._most_unbegun is not None and self._unbegun + tokens > self._most_unbegun
             if full and self._unbegun and not turn.cancelled():
@@ -179,28 +152,7 @@ class Admission:
             self._unbegun += tokens
             share.counter += _PROMPT_WEIGHT * tokens
             self._granted += 1
-            free -= 1
             turn.set_result(None)
-        self._notify()
-
-    def _slots(self) -> int:
-        """Choices that this replica may have with the runtime now."""
-        others = self._others()
-        part = -(-self._running // (1 + len(others)))
-        return max(part, self._running - sum(min(part, other.choices) for other in others))
-
-    def _others(self) -> list[Admitted]:
-        return [] if self._ledger is None else self._ledger.others()
-
-    def _notify(self) -> bool:
-        """Publish what this replica has admitted; False: the disk is full, and the former value stays."""
-        if self._ledger is not None:
-            counts = {name: (share.admitted, share.waiting_tokens) for name, share in self._shares.items()}
-            try:
-                self._ledger.write(Admitted(self.inside, {name: found for name, found in counts.items() if any(found)}))
-            except OSError:
-                return False
-        return True
 
 
 def _full(why: str) -> ApiError:

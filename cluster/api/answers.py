@@ -34,12 +34,10 @@ class Form(Protocol):
 
     Attributes:
         id_prefix: of the answer's id.
-        operation: in OpenTelemetry's words (`gen_ai.operation.name`).
         whole, chunk: `object` of a whole answer and of a chunk.
     """
 
     id_prefix: str
-    operation: str
     whole: str
     chunk: str
 
@@ -255,7 +253,6 @@ class ChatForm:
     """
 
     id_prefix = "chatcmpl"
-    operation = "chat"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
@@ -317,7 +314,7 @@ class CompletionForm:
     each: int
     logprobs: bool
     id_prefix = "cmpl"
-    operation = whole = chunk = "text_completion"
+    whole = chunk = "text_completion"
 
     def opening(self, index: int) -> None:
         return None

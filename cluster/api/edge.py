@@ -1,4 +1,4 @@
-"""One process of the server: uvicorn with the application of `make_app`, on a thread with its own event loop.
+"""The process of the server: uvicorn with the application of `make_app`, on a thread with its own event loop.
 
 A plain class that `server.py` places as a Ray actor beside `tiermoe serve`. All that it needs to serve again after its
 death are its constructor's arguments: it looks the leads up by their names, and gets the listening socket and standard
@@ -33,22 +33,19 @@ from .routes import make_app
 from .server_socket import DRAIN_S, Descriptors, server_options
 from .service import Service
 from .settings import ApiSettings
-from .shared import share_counters
 from .templates import load_chat_template
-from .tracing import Tracer, make_exporter
 
 _LAST_S = 3  # for clients that were told that the server ends
 
 
 class Edge:
-    """One process of the server. It is ready once constructed, and listens once `ServerSocket` hands the socket over.
+    """The process of the server. It is ready once constructed, and listens once `ServerSocket` hands the socket over.
 
     Args:
         settings: of the server; `deployment` is named.
         plan: what the first lead's `plan` returned.
         server_socket: name of the `ServerSocket`.
         tls: for HTTPS; None: HTTP.
-        shared: folder of what the edges of this server share; None: there is one edge.
         access: which web pages may ask; None: only those of the server itself.
 
     Raises:
@@ -61,17 +58,13 @@ class Edge:
         plan: dict[str, Any],
         server_socket: str,
         tls: TlsFiles | None,
-        shared: str | None = None,
         access: Access | None = None,
     ) -> None:
         self._settings, self._plan, self._tls, self._access = settings, plan, tls, access
         keep_memory_small()
-        self._shared = None if shared is None else Path(shared)
-        if self._shared is not None:
-            share_counters(self._shared)
         self._descriptors = Descriptors(server_socket)
         self._state = "starting"
-        self._sinks: list[RequestLog | Tracer] = []
+        self._log: RequestLog | None = None
         self._backend: LeadBackend | None = None
         self._server: uvicorn.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,8 +89,8 @@ class Edge:
             failure = RuntimeFailure("the server ends", "send the request again")
             self._loop.call_soon_threadsafe(self._backend.end, failure)
             self._thread.join(2 * _LAST_S)
-        for sink in self._sinks:
-            closing = threading.Thread(target=sink.close, daemon=True)  # its output may have no reader
+        if self._log is not None:
+            closing = threading.Thread(target=self._log.close, daemon=True)  # its output may have no reader
             closing.start()
             closing.join(_LAST_S)
 
@@ -140,16 +133,14 @@ class Edge:
         await self._backend.first_look()
         name = settings.model_name or Path(plan["model"]).name
         service = Service(
-            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format, self._shared,
+            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format,
             settings.share_prefix_cache, read_defaults(folder, settings.generation_config),
         )  # fmt: skip
         if settings.request_log != "off":
             written = settings.request_log_file
             log = self._descriptors.standard_error if written is None else Path(written)
-            self._sinks.append(RequestLog(settings.request_log, log, service.metrics.line_dropped))
-        if settings.otlp_endpoint is not None:
-            self._sinks.append(Tracer(make_exporter(settings.otlp_endpoint)))
-        return make_app(service, keys, sinks=self._sinks, access=self._access)
+            self._log = RequestLog(settings.request_log, log, service.metrics.line_dropped)
+        return make_app(service, keys, sinks=() if self._log is None else (self._log,), access=self._access)
 
     def _follow(self) -> None:
         """End with the process of `tiermoe serve`, whatever ended it; a thread."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from ...errors import RuntimeFailure
@@ -26,8 +25,7 @@ def compiled(constraint: tuple[str, str, str]) -> str:
         constraint: the parameter, llguidance's name for the kind, the text.
 
     Raises:
-        ApiError: 400, it is refused, takes too long or too much memory, or llguidance is not installed; 503, no process
-            starts.
+        ApiError: 400, it is refused, or takes too long or too much memory; 503, no process starts.
     """
     parameter, kind, text = constraint
     _check_length(len(text), parameter)
@@ -57,9 +55,6 @@ def _check_length(count: int, parameter: str) -> None:
 
 
 def _ask(request: Mapping[str, Any], parameter: str) -> Any:
-    if find_spec("llguidance") is None:
-        message = f"'{parameter}' needs llguidance, which this server does not have: pip install llguidance"
-        raise refused(message, parameter, "unsupported_parameter")
     try:
         return WORKERS.ask(request, CONVERT_S)
     except ValueError as error:

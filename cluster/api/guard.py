@@ -27,8 +27,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 READS = frozenset({"GET", "HEAD"})  # HTTP wants HEAD wherever GET is (RFC 9110, 9.1)
-_OPEN = frozenset({"/health", "/"})  # need no key: the page at / asks for one
-_TRACE = ("traceparent", "tracestate")  # W3C Trace Context
+_OPEN = frozenset({"/health"})  # needs no key
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -59,9 +58,8 @@ class Guard:
         headers = headers_of(scope)
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        trace = {name: headers[name.encode()].decode("latin-1") for name in _TRACE if name.encode() in headers}
         path = path_of(scope)
-        record = RequestRecord(request_id, scope["method"], path, trace)
+        record = RequestRecord(request_id, scope["method"], path)
         scope.setdefault("state", {})["record"] = record
         scope = {**scope, "path": path, "raw_path": scope.get("raw_path", path.encode()).rstrip(b"/") or b"/"}
         added = [(b"x-request-id", request_id.encode()), *self._access.answer_headers(headers)]

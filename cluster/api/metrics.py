@@ -1,5 +1,4 @@
-"""Prometheus metrics of the server under vLLM's names with our prefix, the runtime's counters beside them, and once
-more what vLLM has too, as vLLM 0.32 writes it, so that its dashboards work."""
+"""Prometheus metrics of the server and the runtime's counters, all with the prefix `tiermoe_`."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -16,7 +14,6 @@ from prometheus_client.registry import Collector
 
 from ...actors.requests import TokenEvent
 from .records import ChoiceTimes, RequestRecord
-from .shared import AllReplicas
 
 Ask = Callable[[str], Awaitable[Any]]
 
@@ -42,19 +39,6 @@ _RECENT = 512  # choices
 _EVERY_S = 1.0  # for which the runtime's answer is good, however often the server is scraped
 _LINK = "total_io_s"
 
-# ours -> vLLM's, where the names differ or an older one is in use too
-_OTHER_NAMES = {
-    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
-    "kv_cache_usage_ratio": ("kv_cache_usage_perc",),
-}
-_SAME_NAMES = (
-    "num_requests_running", "num_requests_waiting", "prompt_tokens", "generation_tokens", "request_success",
-    "prefix_cache_queries", "prefix_cache_hits", "time_to_first_token_seconds", "e2e_request_latency_seconds",
-    "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
-    "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens",
-)  # fmt: skip
-_VLLM = {name: (name,) for name in _SAME_NAMES} | _OTHER_NAMES
-
 disable_created_metrics()  # a second series for each metric, which has no use here
 
 
@@ -66,16 +50,12 @@ class Metrics:
     Args:
         ask: what a control method of the lead returns.
         sharded: whether other GPUs count as well.
-        model_name: in the label that vLLM's metrics have.
-        shared: folder of the counters of all replicas of the server (`shared.share_counters`); None: there is one.
 
     Attributes:
-        runtime: the runtime's counters. recent: the choices that ended last, in this process.
+        runtime: the runtime's counters. recent: the choices that ended last.
     """
 
-    def __init__(
-        self, ask: Ask, *, sharded: bool, model_name: str = "", shared: Path | None = None
-    ) -> None:
+    def __init__(self, ask: Ask, *, sharded: bool) -> None:
         self._ask, self._sharded = ask, sharded
         self._read_s: float | None = None
         self._lock = asyncio.Lock()
@@ -83,10 +63,6 @@ class Metrics:
         self.runtime = RuntimeCounters()
         self.recent: deque[ChoiceTimes] = deque(maxlen=_RECENT)
         self._registry.register(self.runtime)
-        self._page = CollectorRegistry()
-        self._counted = self._registry if shared is None else AllReplicas(self._registry, shared)
-        self._page.register(self._counted)
-        self._page.register(UnderVllmsNames(self._counted, model_name))
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"tiermoe_{name}", about, buckets=buckets, registry=self._registry)
@@ -143,7 +119,7 @@ class Metrics:
     def token_counts(self) -> dict[str, int]:
         """Tokens of prompts that were processed, and tokens generated."""
         names = {"tiermoe_prompt_tokens": "prompt", "tiermoe_generation_tokens": "generated"}
-        found = [family for family in self._counted.collect() if family.name in names]
+        found = [family for family in self._registry.collect() if family.name in names]
         return {names[family.name]: int(sum(sample.value for sample in family.samples)) for family in found}
 
     def line_dropped(self) -> None:
@@ -156,7 +132,7 @@ class Metrics:
 
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""
-        return generate_latest(self._page)
+        return generate_latest(self._registry)
 
     async def refresh(self, waiting_here: int) -> None:
         """Bring the runtime's counters up to date.
@@ -291,22 +267,3 @@ class RuntimeCounters(Collector):
             for name, seconds in self.links.items():
                 busy.add_metric([name], seconds)
             yield busy
-
-
-class UnderVllmsNames(Collector):
-    """What a registry has, under vLLM's names and with its labels; each observation is counted once, there."""
-
-    def __init__(self, registry: Collector, model_name: str) -> None:
-        self._registry, self._labels = registry, {"model_name": model_name, "engine": "0"}
-
-    def collect(self) -> Iterable[Metric]:
-        for family in self._registry.collect():
-            for name in _VLLM.get(family.name.removeprefix("tiermoe_"), ()):
-                copied = Metric(f"vllm:{name}", family.documentation, family.type)
-                copied.samples = [
-                    sample._replace(
-                        name=f"vllm:{name}{sample.name.removeprefix(family.name)}", labels=sample.labels | self._labels
-                    )
-                    for sample in family.samples
-                ]
-                yield copied

@@ -1,7 +1,7 @@
 """What is known of one request: its `ChoiceTimes` as they come, and the `RequestRecord` that its end hands on.
 
     `Guard` makes the record -> routes and error handlers fill it -> at the request's end each sink gets it
-    sinks: counters (`metrics`), a line of the request log (`request_log`), spans (`tracing`)
+    sinks: counters (`metrics`), a line of the request log (`request_log`)
 
 A record holds no text of a prompt or an answer, and no key.
 """
@@ -9,14 +9,14 @@ A record holds no text of a prompt or an answer, and no key.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...actors.requests import SamplingParams, TokenEvent
+from ...actors.requests import TokenEvent
 from .refusals import ApiError
 
 CLIENT_GONE = 499  # nginx's code: the client left before it had an answer
-PROBES = frozenset({"/health", "/ready", "/metrics", "/status", "/"})  # asked again and again by programs
+PROBES = frozenset({"/health", "/ready", "/metrics", "/status"})  # asked again and again by programs
 _REASONS = {
     400: "invalid_request", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "timeout",
     413: "body_too_large", 429: "rate_limit_exceeded", 503: "unavailable",
@@ -78,35 +78,22 @@ class ChoiceTimes:
 
 
 @dataclass
-class Generation:
-    """What a request wants to be generated, without its text."""
-
-    operation: str  # as OpenTelemetry's `gen_ai.operation.name` writes it
-    model: str
-    sampling: SamplingParams
-    stream: bool
-    prompts: int
-
-
-@dataclass
 class RequestRecord:
     """One HTTP request.
 
     Attributes:
         request_id: taken from the client, or made.
         key: the name of its key, or the beginning of the SHA-256 of one that is not known; None: it sent none.
-        trace: its headers `traceparent` and `tracestate`.
         begun_s, ended_s: of `time.perf_counter`. begun_ns: of the wall clock.
         status: of the answer; `CLIENT_GONE` without one.
         reason: a word for why it was refused or failed, from a fixed set; None: it was not.
         message: of the error that the client received.
-        asked, choices: of a request that generates.
+        choices: of a request that generates. prompts: its prompts, each of which has equally many choices.
     """
 
     request_id: str
     method: str
     path: str
-    trace: Mapping[str, str] = field(default_factory=dict)
     begun_s: float = field(default_factory=time.perf_counter)
     begun_ns: int = field(default_factory=time.time_ns)
     ended_s: float = 0.0
@@ -114,7 +101,7 @@ class RequestRecord:
     status: int = CLIENT_GONE
     reason: str | None = None
     message: str | None = None
-    asked: Generation | None = None
+    prompts: int = 1
     choices: list[ChoiceTimes] = field(default_factory=list)
 
     def refuse(self, error: ApiError) -> None:
@@ -124,8 +111,7 @@ class RequestRecord:
 
     def prompt_tokens(self) -> tuple[int, int]:
         """Tokens of its prompts, and those of them that were cached; a prompt of several choices counts once."""
-        prompts = self.asked.prompts if self.asked is not None else 1
-        firsts = self.choices[:: max(1, len(self.choices) // prompts)]
+        firsts = self.choices[:: max(1, len(self.choices) // self.prompts)]
         return sum(one.prompt_tokens for one in firsts), sum(one.cached_tokens for one in firsts)
 
     @property

@@ -1,8 +1,8 @@
 """The request log: one line a request, as text or as JSON, written by its own thread.
 
 Requests wait for no disk: up to `_QUEUED` lines wait for the thread, more are dropped and counted. A file that is
-renamed or removed (logrotate) is made again. Several server processes may write to one file, or to one standard error:
-each line is one write to the end of it.
+renamed or removed (logrotate) is made again. Several servers may write to one file, or to one standard error: each line
+is one write to the end of it.
 """
 
 from __future__ import annotations

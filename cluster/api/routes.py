@@ -27,12 +27,12 @@ from .keys import KeyRing
 from .offload import LARGE_BYTES
 from .origins import Access
 from .parameters import warning
-from .records import CLIENT_GONE, Generation, RequestRecord, Sink
+from .records import CLIENT_GONE, RequestRecord, Sink
 from .refusals import ApiError
 from .responses import ResponsesAnswer, ResponsesBody
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 from .service import MESSAGE_BYTES, Service
-from .status import StatusReader, page
+from .status import StatusReader
 
 _LOG = logging.getLogger("tiermoe.server")
 
@@ -105,15 +105,8 @@ async def _generate(
     name, ignored = record.request_id, checked.body.ignored
     headers = warning(ignored)
     service.metrics.count_ignored(ignored)
-    record.asked = Generation(
-        checked.form.operation,
-        service.model_name,
-        checked.choices[0].sampling,
-        bool(checked.body.stream),
-        checked.prompts,
-    )
     run = service.submit(checked.choices, name, request.state.key)
-    record.choices = run.times
+    record.choices, record.prompts = run.times, checked.prompts
     answer = form(checked, run, name, service.model_name)
     if checked.body.stream:
         return EventStream(_sse(answer.chunks(), record), run.close, headers)
@@ -176,7 +169,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         service.metrics.runtime.damaged = sum(state.damaged for state in service.backend.states())
         with contextlib.suppress(TierMoeError):  # the server's own numbers are worth having all the more then
-            await service.metrics.refresh(service.admission.waiting_anywhere)
+            await service.metrics.refresh(service.admission.waiting)
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
     status = StatusReader(service)
@@ -184,11 +177,6 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/status")
     async def status_json() -> Response:
         return Response(await status.text(), media_type="application/json")
-
-    @app.get("/", include_in_schema=False)
-    async def status_page() -> Response:
-        html, headers = page()
-        return Response(html, media_type="text/html", headers=headers)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -1,11 +1,11 @@
 """The address of `tiermoe serve`: reserved before anything starts, and answered from then on.
 
-    ServerSocket ("starting, N seconds left")  ->  the edges, once all are ready  ->  ServerSocket ("the server ends")
-                                                   ServerSocket (while no edge can be restarted)
+    ServerSocket ("starting, N seconds left")  ->  the edge, once it is ready  ->  ServerSocket ("the server ends")
+                                                   ServerSocket (while the edge cannot be restarted)
 
 There is one listening socket, and the process of `tiermoe serve` holds it until it ends. It answers on it first. Then
-the edges (`edge.py`) get its descriptor, and each accepts the next connection when it has time: an edge that dies,
-hangs or restarts leaves the queue of connections to the others, and no client is refused or reset meanwhile.
+the edge (`edge.py`) gets its descriptor: while an edge that died is started again, connections wait in the socket's
+queue, and no client is refused or reset.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import contextlib
 import errno
 import os
 import secrets
-import select
 import socket
 import ssl
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -38,13 +36,14 @@ from .refusals import ApiError
 
 SILENCE_S = 60  # of a connection; see `connections.py`
 DRAIN_S = 20  # for requests under way when the server ends
-BACKLOG = 2048  # connections that wait for a process to take them
+BACKLOG = 2048  # connections that wait to be accepted
 _CLIENTS = 256  # connections of the server socket at a time
 _END_S = 3.0
 _TAKEN_S = 1.0  # for connections that the server socket has got and not answered
 _STEP_S = 0.01
 _GIVE_S = 30.0  # in which an edge gets standard error
 _MARK = b"\0"  # a descriptor needs a byte to travel with
+_STANDARD_ERROR = 2
 Progress = Callable[[], tuple[str, float | None] | None]  # the current step of the start, seconds left
 
 
@@ -77,7 +76,7 @@ class ServerSocket:
         port: the one that it got.
         url: of the server.
         tls, access: as given.
-        name: by which the edges of this machine ask for the descriptors (`Descriptors`).
+        name: by which the edge asks for the descriptors (`Descriptors`).
 
     Raises:
         ConfigError: the address is not this machine's, or the port is taken.
@@ -96,9 +95,9 @@ class ServerSocket:
         self.name = f"\0tiermoe-{secrets.token_hex(16)}"
         self._asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lock = threading.Lock()
-        self._edges: list[socket.socket] = []
-        self._waiting: list[socket.socket] = []  # those of them that have not got the listening socket
-        self._handed_over = False  # whether edges get the listening socket
+        self._edge: socket.socket | None = None  # the last one that asked
+        self._waits = False  # whether it has not got the listening socket
+        self._handed_over = False  # whether an edge gets the listening socket
 
     def __enter__(self) -> ServerSocket:
         self._asked.bind(self.name)
@@ -113,8 +112,8 @@ class ServerSocket:
         with contextlib.suppress(OSError):
             self._asked.shutdown(socket.SHUT_RDWR)  # wakes the thread
         with self._lock:
-            for edge in self._edges:
-                edge.close()
+            if self._edge is not None:
+                self._edge.close()
         self._asked.close()
         self._listener.close()
 
@@ -128,19 +127,17 @@ class ServerSocket:
         self._answer()
 
     def hand_over(self) -> None:
-        """Answer the open connections, and leave all others to the edges, current and later ones.
+        """Answer the open connections, and leave all others to the edge, and to each that is started after it.
 
         Idempotent, bounded.
         """
         self._stop_answering()
         with self._lock:
             self._handed_over = True
-            for edge in self._waiting:
-                _send(edge, self._listener)
-            self._waiting = []
+            self._give_listener()
 
     def answer_unavailable(self, why: str) -> None:
-        """Answer again, as no edge serves: 503 with the reason. No edge gets the listening socket until `hand_over`.
+        """Answer again, as the edge does not: 503 with the reason. It gets the listening socket at `hand_over`.
 
         Args:
             why: for everybody, with or without a key.
@@ -150,7 +147,7 @@ class ServerSocket:
         self._answer()
 
     def end(self) -> None:
-        """The server ends: no edge gets the listening socket any more, and every client is told so."""
+        """The server ends: an edge gets the listening socket no more, and every client is told so."""
         self.answer_unavailable("the server ends")
 
     def _answer(self) -> None:
@@ -172,7 +169,7 @@ class ServerSocket:
             thread.join(_END_S)
 
     def _give(self) -> None:
-        """Give each edge that asks the descriptors; a thread."""
+        """Give the edge that asks the descriptors; a thread."""
         while True:
             try:
                 edge, _ = self._asked.accept()
@@ -182,17 +179,17 @@ class ServerSocket:
                 edge.close()
                 continue
             with self._lock:
-                # an edge never writes: what can be read is the end of one that is gone
-                gone = select.select(self._edges, [], [], 0)[0] if self._edges else []
-                for one in gone:
-                    one.close()
-                self._edges = [one for one in self._edges if one not in gone] + [edge]
-                self._waiting = [one for one in self._waiting if one not in gone]
-                _send(edge, sys.stderr)
+                if self._edge is not None:  # it is gone
+                    self._edge.close()
+                self._edge, self._waits = edge, True
+                _send(edge, _STANDARD_ERROR)
                 if self._handed_over:
-                    _send(edge, self._listener)
-                else:
-                    self._waiting.append(edge)
+                    self._give_listener()
+
+    def _give_listener(self) -> None:
+        if self._edge is not None and self._waits:
+            self._waits = False
+            _send(self._edge, self._listener.fileno())
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         why, left_s = self._why, None
@@ -296,9 +293,9 @@ def _bound(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", remedy) from error
 
 
-def _send(edge: socket.socket, what: Any) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the edge is gone, or there is no standard error
-        socket.send_fds(edge, [_MARK], [what.fileno()])
+def _send(edge: socket.socket, descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # the edge is gone, or there is no standard error
+        socket.send_fds(edge, [_MARK], [descriptor])
 
 
 def _user(peer: socket.socket) -> int:

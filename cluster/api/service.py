@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -30,7 +29,6 @@ from .records import ChoiceTimes
 from .refusals import ApiError, from_failure, refused
 from .schema import Display, TemplateBody
 from .settings import LimitSettings
-from .shared import Ledger
 from .templates import ChatTemplate
 from .text import ChoiceText, Delta, longest_token
 from .tools import calling
@@ -149,15 +147,14 @@ class Service:
         model_name: what clients call the model.
         limits: on requests.
         tool_format: how the model writes tool calls; None: as its template shows.
-        shared: folder of what the server's replicas on this machine share (`shared.py`); None: there is one.
         share_prefix_cache: whether requests of different keys share KV pages.
         defaults: of what a request leaves out.
     """
 
     def __init__(
         self, backend: Backend, tokenizer: Tokenizer, template: ChatTemplate | None, model_name: str,
-        limits: LimitSettings, tool_format: str | None = None, shared: Path | None = None,
-        share_prefix_cache: bool = False, defaults: GenerationDefaults = NO_DEFAULTS,
+        limits: LimitSettings, tool_format: str | None = None, share_prefix_cache: bool = False,
+        defaults: GenerationDefaults = NO_DEFAULTS,
     ) -> None:  # fmt: skip
         self._share_prefix_cache = share_prefix_cache
         self.calling = calling(template, tool_format)
@@ -174,11 +171,10 @@ class Service:
         self._longest_token = longest_token(tokenizer)
         places = tokenizer.get_vocab(with_added_tokens=True).values()
         self.known_tokens = int(backend.plan.get("vocabulary") or 1 + max(places, default=-1))  # ids have gaps
-        ledger = None if shared is None else Ledger(shared)
         held = int(backend.plan.get("kv_tokens") or 0) * max(1, len(backend.states()))
-        self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, ledger, held or None)
+        self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, held or None)
         sharded = bool(backend.plan.get("shards"))
-        self.metrics = Metrics(backend.ask, sharded=sharded, model_name=model_name, shared=shared)
+        self.metrics = Metrics(backend.ask, sharded=sharded)
         self.started_s, self.begun_s = int(time.time()), time.monotonic()  # the date, and what durations are from
 
     @property

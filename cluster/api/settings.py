@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from ...actors.base_settings import Settings, in_unit
-from ...limits import usable_cores
 from ..checkpoints.generation import GenerationConfigMode
 from .origins import checked_host, checked_origin
 
@@ -19,14 +18,6 @@ ToolFormatName = Literal[  # keys of `tools.TOOL_FORMATS`
 ]  # fmt: skip
 
 RequestLogFormat = Literal["text", "json", "off"]
-
-
-_CORES_EACH = 4  # so that a second process takes none from the runtime
-
-
-def default_replicas() -> int:
-    """Server processes on this machine: two where cores are spare, so that the death of one costs a retry only."""
-    return 2 if usable_cores() >= 2 * _CORES_EACH else 1
 
 
 class LimitSettings(Settings):
@@ -94,12 +85,4 @@ class ApiSettings(Settings):
     )
     request_log: RequestLogFormat = Field(default="text", description="log a line for each request: text, json or off")
     request_log_file: str | None = Field(default=None, description="file of the request log; default: standard error")
-    otlp_endpoint: str | None = Field(
-        default=None, description="URL of an OpenTelemetry receiver for spans, such as http://127.0.0.1:4318"
-    )
-    replicas: int = Field(
-        default_factory=default_replicas, ge=1,
-        description=f"server processes, which share limits and /metrics; default: 2 with {2 * _CORES_EACH} or more "
-        "cores, else 1", json_schema_extra=in_unit("processes"),
-    )  # fmt: skip
     limits: LimitSettings = LimitSettings()

@@ -1,24 +1,16 @@
-"""What the status page shows: `StatusReader` gathers it for `GET /status`, `page` is `GET /`.
-
-The page is one file without a build step; it loads nothing from elsewhere, and its policy lets it ask this server only.
-"""
+"""What `GET /status` says of the server and its runtime, as `StatusReader` gathers it."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import functools
-import hashlib
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ...actors.engine.stats import count_needed, hit_rate, needed_shares
-from ...errors import RuntimeFailure, TierMoeError
+from ...errors import TierMoeError
 from ...proto.peers import shard_name
 from ..host import versions
 from ..report.status import merged_residency
@@ -26,13 +18,12 @@ from .metrics import Metrics
 from .service import Service
 
 _EVERY_S = 1.0
-_ANSWER_S = 3.0  # a lead that hangs must not make the page hang
+_ANSWER_S = 3.0  # a lead that hangs must not make the answer hang
 _RECENT_S = 300.0
-_FILE = Path(__file__).with_name("status.html")
 
 
 class StatusReader:
-    """What is known of the server and its runtime, read at most once a second, however many pages ask.
+    """What is known of the server and its runtime, read at most once a second, however many clients ask.
 
     Args:
         service: whose.
@@ -64,7 +55,7 @@ class StatusReader:
             "now_s": time.monotonic(), "not_ready": None if waits is None else str(waits), "fresh": fresh,
             "executor": stats.get("executor"),
             "queue": {
-                "running": load.get("running"), "waiting": load.get("waiting", 0) + service.admission.waiting_anywhere,
+                "running": load.get("running"), "waiting": load.get("waiting", 0) + service.admission.waiting,
                 "kv_usage": load.get("kv_usage"),
             },
             "tokens": metrics.token_counts(), "latency": recent_latency(metrics, time.perf_counter()),
@@ -81,7 +72,7 @@ class StatusReader:
         """Bring the runtime's counters up to date; False: it does not answer, and they are those of before."""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._service.metrics.refresh(self._service.admission.waiting_anywhere)
+                await self._service.metrics.refresh(self._service.admission.waiting)
         except (TierMoeError, TimeoutError):
             return False
         return True
@@ -118,27 +109,3 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     return {f"p{q}": values[max(0, -(-len(values) * q // 100) - 1)] for q in (50, 99)}
-
-
-@functools.cache
-def page() -> tuple[bytes, dict[str, str]]:
-    """The page and its headers.
-
-    Raises:
-        RuntimeFailure: the file is missing: the installation is damaged.
-    """
-    try:
-        html = _FILE.read_bytes()
-    except OSError as error:
-        raise RuntimeFailure(f"'{_FILE}' cannot be read", "install tiermoe again") from error
-    script, style = (_hashes(html, tag) for tag in (b"script", b"style"))
-    policy = f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; base-uri 'none'; " \
-        "form-action 'none'; frame-ancestors 'none'"  # fmt: skip
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache",
-               "Referrer-Policy": "no-referrer"}  # fmt: skip
-    return html, headers
-
-
-def _hashes(html: bytes, tag: bytes) -> str:
-    found = re.findall(b"<%s>(.*?)</%s>" % (tag, tag), html, re.DOTALL)
-    return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in found)

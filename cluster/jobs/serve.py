@@ -70,13 +70,12 @@ def serve_command(
     ] = None,
     request_log: Annotated[str | None, option_of(ApiSettings, "request_log", show_default="text")] = None,
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
-    otlp_endpoint: Annotated[str | None, option_of(ApiSettings, "otlp_endpoint")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate of the server, for HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of the certificate, mode 0600.")] = None,
     ssl_ca_certs: Annotated[
         Path | None, typer.Option(help="PEM certificates of a CA; clients must present a certificate that it signed.")
     ] = None,
-    edge_replicas: Annotated[int | None, option_of(ApiSettings, "replicas", min=1)] = None,
+    edge_replicas: Annotated[int | None, typer.Option(hidden=True)] = None,
     server_config: Annotated[
         Path | None,
         typer.Option(help="YAML file of the server's keys (docs/configuration.md); options here override it."),
@@ -85,7 +84,8 @@ def serve_command(
     deployment: DeploymentId = None,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
-    _check_installed()
+    if edge_replicas is not None:
+        raise _one_process("--edge-replicas")
     server = _settings(
         server_config,
         {
@@ -95,7 +95,7 @@ def serve_command(
             "tool_format": _one_of("--tool-format", tool_format, ToolFormatName),
             "generation_config": _one_of("--generation-config", generation_config, GenerationConfigMode),
             "request_log": _one_of("--request-log", request_log, RequestLogFormat),
-            "request_log_file": request_log_file, "otlp_endpoint": otlp_endpoint, "replicas": edge_replicas,
+            "request_log_file": request_log_file,
             "limits": {} if max_waiting is None else {"waiting": max_waiting},
         },
     )  # fmt: skip
@@ -120,12 +120,14 @@ def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
     """The server's keys: those of the file, the options that were given over them, and whole paths.
 
     Raises:
-        ConfigError: the file is malformed, or has an unknown key or a value out of range.
+        ConfigError: the file is malformed, or has an unknown key, one that has gone, or a value out of range.
     """
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value}
     below = {} if file is None else read_yaml(file)
     if "deployment" in below:
         raise ConfigError(f"{file}: key 'deployment' names a running runtime", "give --attach and --deployment")
+    if "replicas" in below:
+        raise _one_process(f"{file}: key 'replicas'")
     keys = merged(below, given)
     try:
         found = ApiSettings(**keys)
@@ -134,6 +136,13 @@ def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
     paths = ("chat_template", "api_key_file", "request_log_file", "tokenizer")
     whole = {name: _absolute(Path(value)) for name in paths if (value := getattr(found, name)) is not None}
     return found.model_copy(update=whole)
+
+
+def _one_process(given: str) -> ConfigError:
+    return ConfigError(
+        f"{given}: a server is one process",
+        "leave it out; start more servers with `tiermoe serve --attach`, behind a load balancer",
+    )
 
 
 def _absolute(file: Path | None) -> str | None:
@@ -232,7 +241,7 @@ def _http_server(
         defaults = read_defaults(Path(server.tokenizer or plan["store_path"]), server.generation_config)
         if defaults.warning is not None:
             Console(stderr=True).print(defaults.warning, soft_wrap=True, markup=False)
-        end_helper()  # the server's processes have their own
+        end_helper()  # the server's process has its own
         out = results()
         out.print(where, soft_wrap=True)
         out.print(f"serving at {server_socket.url}/v1", soft_wrap=True)
@@ -263,10 +272,7 @@ def _say_if_chats_fail(server: ApiSettings) -> None:
 def _check_files(server: ApiSettings) -> None:
     """Refuse a key or a template that the server would refuse, before anything is started."""
     from ..api.templates import load_chat_template
-    from ..api.tracing import make_exporter
 
-    if server.otlp_endpoint is not None:
-        make_exporter(server.otlp_endpoint).shutdown()
     if server.api_key_file is not None:
         read_keys(Path(server.api_key_file))
     if server.tokenizer is not None and Path(server.tokenizer).is_dir():
@@ -275,14 +281,3 @@ def _check_files(server: ApiSettings) -> None:
         check_file(Path(server.request_log_file))
     if server.chat_template is not None:
         load_chat_template(Path("."), Path(server.chat_template))
-
-
-def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs '{error.name}', which is not installed", f"pip install {error.name}"
-        ) from error

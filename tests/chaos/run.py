@@ -37,10 +37,8 @@ STREAMS, TOKENS, AFTER, STOP_S = 20, 64, 200, 5.0
 LATER = 4  # streams that are sent again after a change around a server
 NOTICED_S, READY_S, MINUTES = 10.0, 60.0, 20.0
 EDGE_TRIES = 5  # of a client, where the process that it is connected to dies
-_NEAR_DATA = ("--policy", "context-ndp-full", "--budget", "25%", "--shards", "2", "--ndp-workers", "2",
-              "--edge-replicas", "2")  # fmt: skip
-_ONE_EDGE = (*_NEAR_DATA[:-1], "1")
-_TWO_LEADS = ("--policy", "next-gate", "--budget", "25%", "--replicas", "2", "--edge-replicas", "2")
+_NEAR_DATA = ("--policy", "context-ndp-full", "--budget", "25%", "--shards", "2", "--ndp-workers", "2")
+_TWO_LEADS = ("--policy", "next-gate", "--budget", "25%", "--replicas", "2")
 _MAPS = ("--policy", "fmoe", "--budget", "25%")
 # name -> (title, options, whether a client's retry is allowed, whether the server lives on)
 PROCESSES: dict[str, tuple[str, tuple[str, ...], bool, bool]] = {
@@ -49,8 +47,7 @@ PROCESSES: dict[str, tuple[str, tuple[str, ...], bool, bool]] = {
     "store": ("ray::StoreWorker", _NEAR_DATA, False, True),
     "endpoint directory": ("ray::EndpointDirectory", _NEAR_DATA, False, True),
     "lead": ("ray::GpuWorker", _NEAR_DATA, False, True),
-    "one of two edges": ("ray::Edge", _NEAR_DATA, True, True),
-    "the only edge": ("ray::Edge", _ONE_EDGE, True, True),
+    "edge": ("ray::Edge", _NEAR_DATA, True, True),
     "helper that clears up": ("scratch.py", _NEAR_DATA, False, True),
     "one of two leads": ("ray::GpuWorker", _TWO_LEADS, False, True),
     "matcher": ("ray::Matcher", _MAPS, False, True),
@@ -62,7 +59,7 @@ PROCESSES: dict[str, tuple[str, tuple[str, ...], bool, bool]] = {
 }
 _PAGE = "# Reliability\n\n<!-- table: rows -->\n<!-- end -->\n\n<!-- table: bars -->\n<!-- end -->\n"
 _NO_FAILURE = (
-    "NDP worker", "shard", "store", "matcher", "lead", "one of two edges", "the only edge", "one of two leads",
+    "NDP worker", "shard", "store", "matcher", "lead", "edge", "one of two leads",
 )  # fmt: skip
 
 

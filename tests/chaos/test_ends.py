@@ -27,8 +27,8 @@ _OPTIONS = ("--policy", "context-ndp-full", "--budget", "25%")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """One server loses its lead, then its only server process, then its raylet, which ends it."""
-    with served(*_OPTIONS, "--edge-replicas", "1") as server:
+    """One server loses its lead, then its server process, then its raylet, which ends it."""
+    with served(*_OPTIONS) as server:
         yield server
 
 
@@ -45,7 +45,7 @@ def test_no_request_notices_the_leads_death(server: Server, undisturbed: list[st
     assert "the lead died; it is started again" in server.said()
 
 
-def test_the_death_of_the_only_server_process_costs_a_retry(server: Server, undisturbed: list[str]) -> None:
+def test_the_death_of_the_server_process_costs_a_retry(server: Server, undisturbed: list[str]) -> None:
     """Serve's proxy was back after 11 s, and refused every connection until then: 20 of 20 streams failed."""
     (edge,) = server.members("ray::Edge")
     streams = run_streams(server.url, bodies(), edge.kill, after=200, tries=2)

@@ -78,11 +78,11 @@ def _status(path: str, connection: HTTPSConnection) -> object:
 
 @pytest.mark.timeout(900)
 def test_after_the_first_ready_no_request_fails(tmp_path: Path) -> None:
-    """From many new connections at once, through the whole start: two server processes before two leads."""
+    """From many new connections at once, through the whole start of a server before two leads."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     server, key = certificate(tmp_path, "server")
-    options = [*ON_CPU, "--port", str(port), "--budget", "25%", "--replicas", "2", "--edge-replicas", "2"]
+    options = [*ON_CPU, "--port", str(port), "--budget", "25%", "--replicas", "2"]
     options += ["--ssl-certfile", server, "--ssl-keyfile", key]
     context = _trusts(server)
     came: list[tuple[float, float, str, object]] = []  # begin and end of each request

@@ -448,7 +448,7 @@ def test_a_parameter_of_another_route_is_no_misspelling() -> None:
     assert message.endswith("not a parameter of this request; leave it out")
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics", "/status", "/v1/models", "/version"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/status", "/v1/models", "/version"])
 def test_head_is_answered_where_get_is(path: str) -> None:
     """aiperf and health checks ask so."""
     head, whole = (ask(FakeBackend(), lambda http, method=method: http.request(method, path))

@@ -1,4 +1,4 @@
-"""One process of the server, without Ray: what it needs to serve, and how it ends."""
+"""The process of the server, without Ray: what it needs to serve, and how it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BODY = {"prompt": "p", "max_tokens": 2, "temperature": 0}
 @pytest.fixture
 def settings(tmp_path: Path) -> ApiSettings:
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    return ApiSettings(deployment="abcdef", model_name="fake", replicas=1, request_log="text")
+    return ApiSettings(deployment="abcdef", model_name="fake", request_log="text")
 
 
 @pytest.fixture
@@ -141,64 +141,39 @@ class _Ref:
     """A handle of an edge, by its number."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
         self.health = SimpleNamespace(remote=lambda: number)
         self._actor_id = SimpleNamespace(hex=lambda: f"id{number}")
 
 
-class _Edges(servers.HttpServer):
-    """A server over edges 0 and 1, of which Ray's table knows nothing but what the test enters: the others are dead.
-
-    said: what the server's door was told.
-    """
-
-    def __init__(self, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.table: dict[str, dict[str, str]] = {}
-        self.said: list[str] = []
-        door = SimpleNamespace(answer_unavailable=self.said.append, hand_over=lambda: self.said.append("handed over"))
-        super().__init__(settings, door, {})  # type: ignore[arg-type]
-        self._made = map(_Ref, itertools.count())
-        self._edges = [next(self._made), next(self._made)]
-        monkeypatch.setattr(servers.gcs, "actors", lambda: self.table)
-
-    def _make(self) -> _Ref:
-        return next(self._made)
-
-    def looks(self, rested: bool = False) -> tuple[str | None, list[int]]:
-        """What a look says, and the edges after it."""
-        if rested:
-            self._rest_s = 0.0
-        return self.look(), [edge.number for edge in self._edges]
-
-
-def test_an_edge_that_refuses_to_start_again_is_made_anew_while_another_serves(
+def test_an_edge_that_refuses_to_start_again_is_made_anew_and_the_server_socket_answers(
     settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    http = _Edges(settings, monkeypatch)
-    http.table["id1"] = {"State": "RESTARTING"}
-    assert http.looks() == (None, [2, 1])
-    assert http.looks() == (None, [2, 1])  # it rests
-    assert http.looks(rested=True) == (None, [3, 1])
-    assert http.said == []
+    """A key file that was refused when the edge started again ended `serve`, and what it said was lost."""
+    table: dict[str, dict[str, str]] = {"id0": {"State": "RESTARTING"}}
+    said: list[str] = []
+    clock = SimpleNamespace(monotonic=lambda: now_s)
 
+    def get(number: int, timeout: float) -> None:
+        if number < 2:
+            raise RayTaskError("f", "t", ConfigError(f"{number}", ""))
 
-def test_edges_that_all_refuse_are_tried_again_and_the_server_socket_answers(
-    settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A key file that was refused when the only edge started again ended `serve`, and what it said was lost."""
-    http = _Edges(settings, monkeypatch)
-
-    def get(ref: int, timeout: float) -> None:
-        if ref < 4:
-            raise RayTaskError("f", "t", ConfigError(f"{ref}", ""))
-
+    made = map(_Ref, itertools.count())
+    door = SimpleNamespace(
+        name="", tls=None, access=None, answer_unavailable=said.append, hand_over=lambda: said.append("handed over")
+    )
+    monkeypatch.setattr(servers.gcs, "actors", lambda: table)
+    monkeypatch.setattr(servers, "time", clock)
+    monkeypatch.setattr(servers, "make_here", lambda *args, **options: next(made))
     monkeypatch.setattr(servers.ray, "get", get)
-    monkeypatch.setattr(servers.ray, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r < 5], []))
-    said, edges = http.looks()
-    assert str(said).startswith("the HTTP server does not serve, and is tried again: 0")
-    assert (http.said, edges) == ([servers._NONE_SERVES], [2, 3])
-    assert "again: 3" in str(http.look())  # they refuse, too; it rests
-    assert "again: 3" in str(http.looks(rested=True)[0])
-    http.table |= {"id4": {"State": "ALIVE"}, "id5": {"State": "PENDING_CREATION"}}
-    assert http.looks() == (None, [4, 5])
-    assert http.said == [servers._NONE_SERVES, "handed over"]
+    monkeypatch.setattr(servers.ray, "wait", lambda refs, timeout: (refs, []))
+    http, now_s = servers.HttpServer(settings, door, {}), 100.0  # type: ignore[arg-type]
+    http._edge = http._make()
+    assert (http.look(), said) == (None, [])  # Ray itself starts it again
+    table.clear()
+    assert str(http.look()).startswith("the HTTP server does not serve, and is tried again: 0")  # edge 1 is made
+    assert said == [servers._NONE_SERVES]
+    assert "again: 1" in str(http.look())  # it refuses, too; the next one waits for its time
+    now_s += 10
+    assert "again: 1" in str(http.look())
+    table["id2"] = {"State": "ALIVE"}
+    assert (http.look(), said) == (None, [servers._NONE_SERVES, "handed over"])

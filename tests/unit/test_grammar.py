@@ -375,14 +375,6 @@ def test_more_grammars_than_processes_may_be_open(monkeypatch: pytest.MonkeyPatc
     assert helper.num_threads() == 1  # it forks
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    status, param, message = error(post("/v1/completions", {"prompt": "p", "guided_regex": "a"}))
-    assert (status, param, "pip install llguidance" in message) == (400, "guided_regex", True)
-    with pytest.raises(RequestError, match="llguidance"):
-        Grammars("{}", 10, [2]).matcher("")
-
-
 def test_a_tokenizer_that_llguidance_cannot_read_is_refused() -> None:
     """It came out as a bare ValueError."""
     words = Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))

@@ -228,7 +228,7 @@ def test_what_is_imported_is_installed() -> None:
         if required.isdisjoint(name.lower().replace("_", "-") for name in packages.get(top, []))
     }
     of_requirements = {"annotated_types", "httpx", "pydantic_core", "starlette", "typing_extensions"}
-    assert lacking == {"opentelemetry", "triton"} | of_requirements  # extras
+    assert lacking == {"triton"} | of_requirements  # extras
     assert [project["optional-dependencies"][name] for name in ("grammar", "plots", "serve")] == [[], [], []]
 
 

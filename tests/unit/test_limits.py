@@ -15,7 +15,6 @@ from control_groups import PATHS, PLACES, VERSIONS, make_groups
 from typer.testing import CliRunner
 
 from tiermoe import LLM, limits
-from tiermoe.cluster.api.settings import default_replicas
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import engine_settings, load_run_config, on_this_machine
 from tiermoe.cluster.host import cpu
@@ -105,7 +104,6 @@ def test_quotas_are_rounded_down_to_at_least_one_core(version: str, quota: float
     make_groups(root, version, "slice", cores=quota)
     assert limits.usable_cores() == cores
     assert (default_spin_s() > 0) == (cores > 1)  # who polls takes the peer's share of one core
-    assert default_replicas() == (2 if cores == 8 else 1)
 
 
 def test_what_is_unusual_is_no_limit_and_no_error(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""/metrics as Prometheus reads it: ours, the same under vLLM's names, and the dashboard that asks for them."""
+"""/metrics as Prometheus reads it, and the dashboard that asks for it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,6 @@ import tiermoe
 from tiermoe.cluster.api.metrics import RuntimeCounters
 
 _DASHBOARD = Path(tiermoe.__file__).parent / "configs" / "grafana" / "tiermoe.json"
-# families of vLLM 0.32 (docs.vllm.ai/en/v0.32.0/usage/metrics), and what its examples' older dashboards ask for
-_VLLM = {
-    "num_requests_running": "gauge", "num_requests_waiting": "gauge", "kv_cache_usage_perc": "gauge",
-    "prompt_tokens": "counter", "generation_tokens": "counter", "request_success": "counter",
-    "prefix_cache_queries": "counter", "prefix_cache_hits": "counter", "time_to_first_token_seconds": "histogram",
-    "inter_token_latency_seconds": "histogram", "time_per_output_token_seconds": "histogram",
-    "request_time_per_output_token_seconds": "histogram", "e2e_request_latency_seconds": "histogram",
-    "request_queue_time_seconds": "histogram", "request_prefill_time_seconds": "histogram",
-    "request_decode_time_seconds": "histogram", "request_prompt_tokens": "histogram",
-    "request_generation_tokens": "histogram",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +42,6 @@ def families(page: str) -> dict[str, Metric]:
     found = list(text_string_to_metric_families(page))
     assert len({family.name for family in found}) == len(found)
     return {family.name: family for family in found}
-
-
-def test_vllms_names_have_its_types_and_labels_and_our_values(families: dict[str, Metric]) -> None:
-    others = {
-        "kv_cache_usage_perc": "kv_cache_usage_ratio", "time_per_output_token_seconds": "inter_token_latency_seconds",
-    }  # fmt: skip
-    assert {name for name in families if name.startswith("vllm:")} == {f"vllm:{name}" for name in _VLLM}
-    for name, kind in _VLLM.items():
-        theirs, ours = families[f"vllm:{name}"], families[f"tiermoe_{others.get(name, name)}"]
-        assert (theirs.type, ours.type) == (kind, kind), name
-        labels = {"model_name": "fake", "engine": "0"}
-        assert [(s.labels, s.value) for s in theirs.samples] == [(s.labels | labels, s.value) for s in ours.samples]
-        assert all(sample.name.startswith(f"vllm:{name}") for sample in theirs.samples)
-    success = {sample.labels["finished_reason"]: sample.value for sample in families["vllm:request_success"].samples}
-    assert success == {"stop": 2, "length": 1}
 
 
 def test_values(families: dict[str, Metric]) -> None:
@@ -103,7 +77,7 @@ def test_every_query_of_the_dashboard_is_of_a_metric_and_labels_that_are_there(p
     queries += [item["definition"] for item in board["templating"]["list"] if "definition" in item]
     assert len(queries) > 20
     for query in queries:
-        names = set(re.findall(r"tiermoe_\w+|vllm:\w+", query))
+        names = set(re.findall(r"tiermoe_\w+", query))
         assert names, query
         assert names <= set(labels), (query, names - set(labels))
         by = {word for group in re.findall(r"by \(([^)]*)\)", query) for word in group.split(", ")}

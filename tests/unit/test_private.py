@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import sys
-import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 from ray._common.utils import try_to_create_directory
 from second_user import as_nobody, needs_root
 
-from tiermoe.cluster import ray_session
 from tiermoe.cluster.api.records import RequestRecord
 from tiermoe.cluster.api.request_log import RequestLog
 from tiermoe.cluster.registry import Registry
@@ -99,28 +96,6 @@ def test_secrets_of_a_second_user_are_refused(tmp_path: Path) -> None:
             read_private(folder / name, "key file")
     (folder / "our link").symlink_to("ours")  # as Kubernetes makes them
     assert read_private(folder / "our link", "key file") == b"secret"
-
-
-@needs_root
-def test_files_of_a_server_in_a_cluster_are_in_no_folder_that_a_second_user_has_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The session of a cluster is writable to all; the user's run folder has a name that others can foresee."""
-    shared = _open_to_all(tmp_path)
-    shared.chmod(0o1777)  # /tmp
-    session = shared / "session_1"
-    session.mkdir()
-    session.chmod(0o777)
-    monkeypatch.setattr(ray_session, "session_folder", lambda: session)
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(shared))
-    folder = ray_session.server_folder()
-    assert folder == shared / f"tiermoe.run.{os.getuid()}" / "session_1"
-    assert as_nobody(lambda: folder.rename(shared / "old")) in ("EACCES", "EPERM")
-    shutil.rmtree(folder.parent)
-    assert as_nobody(lambda: (folder.parent.mkdir(), folder.parent.chmod(0o1777))) == "done"
-    with pytest.raises(RuntimeFailure, match="another user's"):
-        ray_session.server_folder()
 
 
 def test_links_that_lead_nowhere_and_in_circles_raise(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ from tiermoe.cluster.jobs import serve
         ("", ["--allowed-host", "a.example:8000"], "'a.example:8000' is no host; give a name"),
         ("allow_origins: [https://a.example/x]", [], "'https://a.example/x' is no origin"),
         ("", ["--attach", "127.0.0.1:1", "--budget", "25%"], "belongs to the runtime"),
-        ("", ["--policy", "nothing"], "no policy"),
+        ("", ["--port", "0", "--policy", "nothing"], "no policy"),
+        ("", ["--edge-replicas", "2"], "start more servers with `tiermoe serve --attach`"),
+        ("replicas: 2", [], "start more servers with `tiermoe serve --attach`"),
     ],
     ids=str,
 )
@@ -43,7 +45,7 @@ def test_what_is_wrong_is_refused_in_one_line(
 def test_options_come_over_the_servers_configuration(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("request_log: json\nmodel_name: a\nlimits: {waiting: 3, body_s: 5}\n")
-    found = serve._settings(file, {"model_name": "b", "request_log": None, "limits": {"waiting": 0}, "replicas": None})
+    found = serve._settings(file, {"model_name": "b", "request_log": None, "limits": {"waiting": 0}})
     assert (found.model_name, found.request_log) == ("b", "json")
     assert (found.limits.waiting, found.limits.body_s) == (0, 5)
     plain = serve._settings(None, {"chat_template": Path("a.jinja"), "limits": {}})

@@ -11,7 +11,6 @@ import json
 import threading
 import weakref
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ FOLLOW_S = 2.0  # of one token; llguidance bounds its work to some 20 ms
 _AT_ONCE = 4  # are compiled
 _MAX_CHARS = 4 * 2**20  # of a grammar; the server takes 256 KiB, and its converters may write more
 _MAX_HELD = 64  # processes of requests that wait; those that run have one each
-_REMEDY = "install it with: pip install llguidance"
 
 
 class Grammars:
@@ -58,8 +56,6 @@ class Grammars:
             RequestError: no such grammar, it cannot be compiled within the limits, or this model cannot be held to one.
             RuntimeFailure: no process starts.
         """
-        if find_spec("llguidance") is None:
-            raise RequestError("the runtime has no llguidance, which grammars need", _REMEDY)
         if self._json is None or not self._eos:
             missing = "tokenizer (tokenizer.json or another form)" if self._json is None else "stop token"
             raise RequestError(f"the model has no {missing}, which grammars need", "ask without a grammar")

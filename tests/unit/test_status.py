@@ -1,11 +1,8 @@
-"""The status page: its JSON, its HTML, and the page itself in headless Chromium where there is one."""
+"""`GET /status`: what it says of the server and its runtime."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,9 +12,7 @@ from fake_api import FakeBackend, ask
 from tiermoe.actors.engine.stats import LayerResidency
 from tiermoe.cluster.api.metrics import Metrics
 from tiermoe.cluster.api.records import ChoiceTimes
-from tiermoe.cluster.api.status import page, recent_latency
-
-SECRET = "sesame-open"
+from tiermoe.cluster.api.status import recent_latency
 
 
 def read_status(backend: FakeBackend, prompts: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -31,7 +26,7 @@ def read_status(backend: FakeBackend, prompts: tuple[str, ...] = ()) -> dict[str
     return ask(backend, call)
 
 
-def test_what_the_page_reads() -> None:
+def test_what_it_says() -> None:
     found = read_status(FakeBackend(), ("hi", "hello"))
     assert (found["model"], found["policy"], found["lossless"], found["not_ready"]) == ("fake", "next-gate", True, None)
     assert found["fresh"] is True
@@ -68,7 +63,7 @@ def test_a_runtime_that_does_not_answer_is_said() -> None:
     assert (found["fresh"], found["residency"], "the worker died" in found["not_ready"]) == (False, None, True)
 
 
-def test_many_pages_ask_the_runtime_once_a_second() -> None:
+def test_many_clients_ask_the_runtime_once_a_second() -> None:
     backend = FakeBackend()
 
     async def call(http: httpx.AsyncClient) -> int:
@@ -89,55 +84,3 @@ def test_percentiles_are_of_the_last_minutes() -> None:
     assert found["ttft_s"] == pytest.approx({"p50": 0.5, "p99": 0.99})
     assert found["tpot_s"] == pytest.approx({"p50": 1, "p99": 1})
     assert recent_latency(metrics, 2000.0)["ttft_s"] is None
-
-
-class _Reader(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.loads: list[tuple[str, str]] = []
-        self.handlers: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if name == "id":
-                assert value not in self.ids
-                self.ids.add(value or "")
-            if name in ("src", "href", "action", "style", "srcset"):
-                self.loads.append((tag, name))
-            if name.startswith("on"):
-                self.handlers.append(name)
-
-
-def test_the_page_is_one_file_that_loads_nothing_and_its_script_knows_its_parts() -> None:
-    html, headers = page()
-    text = html.decode()
-    reader = _Reader()
-    reader.feed(text)
-    assert (reader.loads, reader.handlers) == ([], [])
-    assert not re.search(r"https?:|//[a-z]|@import|url\(|innerHTML|eval\(", text)
-    assert set(re.findall(r'\bat\("(\w+)"\)', text)) <= reader.ids
-    policy = headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy
-    assert policy.count("'sha256-") == 2
-    assert "unsafe" not in policy
-
-
-def test_the_page_needs_no_key_and_its_numbers_do(tmp_path: Path) -> None:
-    keys = key_file(tmp_path)
-
-    async def call(http: httpx.AsyncClient) -> list[int]:
-        bearer = {"Authorization": f"Bearer {SECRET}"}
-        answers = [await http.get("/"), await http.get("/status"), await http.get("/status", headers=bearer)]
-        assert answers[0].headers["content-type"].startswith("text/html")
-        assert SECRET not in answers[0].text
-        return [answer.status_code for answer in answers]
-
-    assert ask(FakeBackend(), call, keys=keys) == [200, 401, 200]
-
-
-def key_file(folder: Path) -> Path:
-    file = folder / "keys"
-    file.write_text(f"{SECRET} name=web\n")
-    file.chmod(0o600)
-    return file
