@@ -48,7 +48,7 @@ _GPU_WORKER_THREADS = 4
 DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
 _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 AUTO, DEFAULT_BUDGET = "auto", "0.25"
-DEFAULT_POLICY = "default"  # `auto` or `next-gate`: `topology.default_policy` decides, with the model and the nodes
+DEFAULT_POLICY = "default"  # `auto` or `next-gate`: `topology.decided` decides, with the model and the nodes
 STEPPED = "next-gate"  # the default policy with `link.layer_us`
 QUICK_COPY_US = 60.0  # of one expert: below, `next-gate` is the default
 
@@ -352,7 +352,7 @@ def _policy(name_or_path: str, more_names: Sequence[str]) -> PolicySettings:
 
 
 def chosen_policy(name_or_path: str) -> PolicySettings:
-    """A policy; of the default one, `auto` until `topology.default_policy` has decided. Raises as `load_policy`."""
+    """A policy; of the default one, `auto` until `topology.decided` has decided. Raises as `load_policy`."""
     return _policy(AUTO if name_or_path == DEFAULT_POLICY else name_or_path, (DEFAULT_POLICY,))
 
 
@@ -441,7 +441,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
 
 
 def _budget(config: RunConfig) -> float | int | AutoBudget:
-    """The budget of a run; `auto` without its terms, see `topology.budget`."""
+    """The budget of a run; `auto` without its terms, see `topology.decided`."""
     given = config.chosen_budget
     if str(given).strip().lower() == AUTO:
         return AutoBudget()

@@ -240,7 +240,7 @@ def check_budget(settings: EngineSettings, store: Path, local: bool = True) -> N
 
     Where only the worker's device decides the dtype and is not known here, a budget is refused that is too small for
     the smaller one, with the least that is enough for the larger; the worker has the last word. What `auto` comes to is
-    known with the nodes (`topology.budget`).
+    known with the nodes (`topology.decided`).
 
     Args:
         local: the worker runs on this machine.
