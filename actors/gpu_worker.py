@@ -19,9 +19,10 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError, NotServing, RuntimeFailure, StoreError, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
+from .combinations import check_combination
 from .engine.serving.streams import Outbox, Stream
 from .requests import GenerationRequest, SamplingParams, TokenEvent
-from .settings import Attention, EngineSettings, KvSettings, check_combination, check_published
+from .settings import Attention, EngineSettings, KvSettings
 from .store.artifacts import map_shape, predictors_of
 from .store.dense import dense_folder
 from .store.files import StoreView, renewed
@@ -124,8 +125,7 @@ class GpuWorker:
         self._begin("loading weights")
         self._watch = FileWatch()
         settings, manifest = self._settings, self._view.manifest
-        check_combination(settings)
-        check_published(settings.policy, manifest.expert_form)
+        check_combination(settings, manifest.expert_form)
         torch.set_num_threads(settings.threads)
         device = self._device = make_device(settings.device, settings.link)
         dtype = compute_dtype(settings.dtype, device.torch_device)

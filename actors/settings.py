@@ -153,7 +153,7 @@ class ShardSettings(Settings):
 
 
 class StoreSettings(Settings):
-    """Reading experts whose files are on other nodes."""
+    """Where the full-precision experts lie in host memory, and how another node's store is read."""
 
     transport: Literal["auto", "ray", "grpc"] = Field(
         default="auto", description="how experts of another node are read; grpc: over the channel between nodes; "
@@ -162,6 +162,18 @@ class StoreSettings(Settings):
     deadline_s: float = Field(
         default=10.0, gt=0, description="time limit of one expert, other stores included; after it the request fails"
     )
+    layout: Literal["replicated", "sliced"] = Field(
+        default="replicated", description="replicated: every store holds all layers; sliced: `copies` stores hold "
+        "each layer"
+    )  # fmt: skip
+    nodes: Literal["workers", "marked"] = Field(
+        default="workers", description="workers: a store on each node with a GPU worker; marked: a store on each node "
+        "with the Ray resource `store`, which other nodes read over the network"
+    )  # fmt: skip
+    copies: int = Field(
+        default=1, ge=1, le=64, description="stores that hold each layer, with layout sliced",
+        json_schema_extra=in_unit("stores"),
+    )  # fmt: skip
 
 
 class MatcherOptions(Settings):
@@ -333,86 +345,6 @@ class EngineSettings(EngineOptions):
         prefetch = self.policy.prefetch
         return MatcherSettings(
             **self.matcher.model_dump(), **prefetch.model_dump(include={"distance", "semantic", "dynamic"})
-        )
-
-
-def check_combination(settings: EngineSettings) -> None:
-    """Refuse settings that are valid alone and not together.
-
-    Raises:
-        ConfigError: several shards with placement monde, split experts, pre-eviction, low-bit replicas or
-            a stepped link; a stepped link with NDP workers, which follow wall-clock time; one shard with a
-            penalty of others.
-    """
-    policy, gpus = settings.policy, settings.shards.count
-    several = gpus > 1
-    refusals = (
-        (
-            settings.link.layer_us is not None and (several or policy.uses_ndp),
-            "link.layer_us stops the clock between layers, which other processes that compute experts do not see",
-            "leave it out, or use one shard and a policy without NDP workers",
-        ),
-        (
-            gpus == 1 and policy.on_miss.uses_hops,
-            f"policy '{policy.name}' penalises buddies on other GPUs (kappa), and there is one GPU",
-            "leave kappa out, or use several shards",
-        ),
-        (
-            several and policy.pre_evict.kind != "off",
-            f"policy '{policy.name}' frees slots ahead of a layer, which it does on one GPU; there are to be "
-            f"{gpus} GPUs",
-            "use one shard, or a policy without pre_evict, such as next-gate",
-        ),
-        (
-            several and policy.split.kind != "off",
-            f"policy '{policy.name}' splits the experts of one GPU, there are to be {gpus}",
-            "use one shard, or a policy without split",
-        ),
-        (
-            several and policy.low_bit is not None,
-            f"policy '{policy.name}' loads replicas into the memory of one GPU; there are to be {gpus} GPUs",
-            "use one shard, or a policy without on_miss low-bit, such as next-gate",
-        ),
-        (
-            several and policy.placement.kind == "monde",
-            f"policy '{policy.name}' weighs the link of one GPU, whose content it must know in every layer, against "
-            f"near-data execution; there are to be {gpus} GPUs",
-            "use one shard, or a placement with a hot set, such as context-ndp-full",
-        ),
-    )
-    for refused, what, remedy in refusals:
-        if refused:
-            raise ConfigError(what, remedy)
-
-
-def check_published(policy: PolicySettings, form: str | None) -> None:
-    """Refuse a policy that cannot use experts in the form in which their checkpoint publishes them.
-
-    Args:
-        form: such as "fp8_block"; None: the store has neurons in full precision, which all policies can use.
-
-    Raises:
-        ConfigError: the policy splits experts, copies them back, or loads replicas.
-    """
-    if form is None:
-        return
-    if policy.split.kind != "off":
-        raise ConfigError(
-            f"policy '{policy.name}' splits experts by neurons, and this checkpoint publishes them as {form}, whole",
-            "choose a policy without split, such as next-gate, or use the unquantized checkpoint",
-        )
-    if policy.evict_writeback:
-        raise ConfigError(
-            f"policy '{policy.name}' copies evicted experts back, which is for comparisons in full precision only; "
-            f"this checkpoint publishes its experts as {form}",
-            "leave evict_writeback out, or use the unquantized checkpoint",
-        )
-    if policy.low_bit is not None:
-        raise ConfigError(
-            f"policy '{policy.name}' loads misses as replicas of {policy.low_bit.bits} bits beside slots of full "
-            f"precision, and this checkpoint publishes its experts as {form}",
-            "choose a policy that loads experts as they are, such as next-gate, or one that computes replicas on NDP "
-            "workers, such as context-ndp-3bit, or use the unquantized checkpoint",
         )
 
 

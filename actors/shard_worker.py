@@ -20,7 +20,8 @@ from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, 
 from ..proto.options import ServerOptions
 from ..proto.peers import Directory, StoreLink, shard_name
 from ..proto.server import ChannelServer
-from .settings import EngineSettings, check_combination, check_published
+from .combinations import check_combination
+from .settings import EngineSettings
 from .store.dense import view_here
 from .store.pages import FileWatch
 
@@ -61,7 +62,6 @@ class ShardWorker:
         layers: Sequence[int] | None = None,
         stores: Sequence[StoreLink] = (),
     ) -> None:
-        check_combination(settings)
         if not 0 < index < settings.shards.count:
             raise ConfigError(
                 f"there is no shard worker {index} of {settings.shards.count} shards", "the lead is shard 0"
@@ -70,7 +70,7 @@ class ShardWorker:
         from .engine.peers.shards import terms
 
         view = view_here(store, verify, layers, stores, settings.store)
-        check_published(settings.policy, view.manifest.expert_form)
+        check_combination(settings, view.manifest.expert_form)
         shape = view.manifest.experts
         self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
         self.engine = open_shard(settings, index, view, gpu, stores)

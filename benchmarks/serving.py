@@ -16,9 +16,9 @@ from typing import Any
 
 from rich.progress import Progress
 
+from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.stats import hit_rate
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
-from tiermoe.actors.settings import check_combination
 from tiermoe.cluster.config import RunConfig, engine_settings, parse_budget
 from tiermoe.cluster.jobs.bench.cells import check_tokens
 from tiermoe.cluster.jobs.bench.metrics import (

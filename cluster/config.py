@@ -18,6 +18,7 @@ from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError, m
 
 from ..actors.base_settings import Settings, in_panel, in_unit
 from ..actors.budget import AutoBudget
+from ..actors.combinations import check_combination
 from ..actors.gpu_driver import absent, check_gpu, gpus_free_bytes, has_gpu, hidden
 from ..actors.policies.cost import NdpProfile
 from ..actors.policies.sharding import Ownership
@@ -28,7 +29,6 @@ from ..actors.settings import (
     LinkSettings,
     ShardSettings,
     StoreSettings,
-    check_combination,
 )
 from ..actors.tokenizer import has_tokenizer
 from ..errors import BudgetError, CheckpointError, ConfigError
@@ -48,26 +48,9 @@ _GPU_WORKER_THREADS = 4
 DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
 _BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 AUTO, DEFAULT_BUDGET = "auto", "0.25"
-DEFAULT_POLICY = "default"  # `auto` or `next-gate`: `topology.default_policy` decides, with the model and the nodes
+DEFAULT_POLICY = "default"  # `auto` or `next-gate`: `topology.decided` decides, with the model and the nodes
 STEPPED = "next-gate"  # the default policy with `link.layer_us`
 QUICK_COPY_US = 60.0  # of one expert: below, `next-gate` is the default
-
-
-class StoreLayout(StoreSettings):
-    """Where the full-precision experts lie in host memory, and how another node's store is read."""
-
-    layout: Literal["replicated", "sliced"] = Field(
-        default="replicated", description="replicated: every store holds all layers; sliced: `copies` stores hold "
-        "each layer"
-    )  # fmt: skip
-    nodes: Literal["workers", "marked"] = Field(
-        default="workers", description="workers: a store on each node with a GPU worker; marked: a store on each node "
-        "with the Ray resource `store`, which other nodes read over the network"
-    )  # fmt: skip
-    copies: int = Field(
-        default=1, ge=1, le=64, description="stores that hold each layer, with layout sliced",
-        json_schema_extra=in_unit("stores"),
-    )  # fmt: skip
 
 
 class ClusterConfig(Settings):
@@ -101,7 +84,7 @@ class ClusterConfig(Settings):
         default=None, description="host memory that the actors of this machine may take, such as 32GB; "
         "default: the free memory", json_schema_extra=in_panel("Memory", "bytes"),
     )  # fmt: skip
-    store: StoreLayout = StoreLayout()
+    store: StoreSettings = StoreSettings()
     channel_tls: str | None = Field(
         default=None, description="folder with ca.pem, cert.pem (for the name tiermoe) and key.pem, at this path on "
         "each node: mutual TLS between tiermoe's processes; default: a token without encryption",
@@ -352,7 +335,7 @@ def _policy(name_or_path: str, more_names: Sequence[str]) -> PolicySettings:
 
 
 def chosen_policy(name_or_path: str) -> PolicySettings:
-    """A policy; of the default one, `auto` until `topology.default_policy` has decided. Raises as `load_policy`."""
+    """A policy; of the default one, `auto` until `topology.decided` has decided. Raises as `load_policy`."""
     return _policy(AUTO if name_or_path == DEFAULT_POLICY else name_or_path, (DEFAULT_POLICY,))
 
 
@@ -421,10 +404,8 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         BudgetError: budget malformed, or too small for the policy.
     """
     policy, budget = chosen_policy(config.policy), _budget(config)
-    _check_budget_share(policy, budget, config.cluster.shards)
     _check_ray(config, policy)
     resolved = {"threads": config.ndp_threads, "hardware": asdict(load_hardware(config.ndp.hardware))}
-    store = config.cluster.store
     settings = EngineSettings(
         **{name: getattr(config, name) for name in EngineOptions.model_fields if name != "ndp"},
         ndp=config.ndp.model_copy(update=resolved),
@@ -432,7 +413,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         budget=budget,
         threads=config.worker_threads,
         shards=ShardSettings(count=config.cluster.shards, ownership=config.cluster.ownership),
-        store=StoreSettings(**{name: getattr(store, name) for name in StoreSettings.model_fields}),
+        store=config.cluster.store,
         trace=trace,
     )
     settings.ndp.cores_of(0)  # refuses what cannot be
@@ -441,7 +422,7 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
 
 
 def _budget(config: RunConfig) -> float | int | AutoBudget:
-    """The budget of a run; `auto` without its terms, see `topology.budget`."""
+    """The budget of a run; `auto` without its terms, see `topology.decided`."""
     given = config.chosen_budget
     if str(given).strip().lower() == AUTO:
         return AutoBudget()
@@ -449,16 +430,6 @@ def _budget(config: RunConfig) -> float | int | AutoBudget:
         return parse_budget(given)
     except BudgetError as error:
         raise BudgetError(error.what, f"{error.remedy}, or auto") from error
-
-
-def _check_budget_share(policy: PolicySettings, budget: float | int | AutoBudget, gpus: int) -> None:
-    """Refuse a share that does not hold what the policy preloads."""
-    if policy.preload == "all" and isinstance(budget, float) and budget * gpus < 1 - 1e-9:  # 1/3 on each of 3 is all
-        where = "on the device, but the budget is" if gpus == 1 else f"on {gpus} GPUs, but the budget of each is"
-        raise BudgetError(
-            f"policy '{policy.name}' keeps every expert {where} {budget:.4g} of them",
-            "pass --budget 1.0, or choose a policy that loads on demand",  # the fullest GPU may have more than 1 / G
-        )
 
 
 def _check_ray(config: RunConfig, policy: PolicySettings) -> None:

@@ -39,8 +39,7 @@ from .ray_session import (
 from .replica import Replica
 from .scratch import Scratch
 from .supervision import RayWatch
-from .topology.budget import with_terms
-from .topology.default_policy import with_default_policy
+from .topology.decided import decided
 from .topology.estimate import PlanResult, make_plans
 from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
 from .topology.spec import ModelFacts, NodeInfo, Topology, wants_gpu
@@ -319,9 +318,7 @@ class Deployment:
 
     def _choose(self, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> None:
         """What is decided with the nodes: the default policy and the budget `auto`."""
-        gpu = wants_gpu(self._settings, nodes)
-        self._settings, self._notes = with_default_policy(self.config, self._settings, facts, gpu)
-        self._settings = with_terms(self.config, self._settings, facts, nodes, here=self._local)
+        self._settings, self._notes = decided(self.config, self._settings, facts, nodes, here=self._local)
 
     def _start_replicas(self, plans: Sequence[PlanResult]) -> None:
         self._planned = plans[0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..actors.combinations import check_combination
 from ..actors.gpu_worker import GpuWorker
-from ..actors.settings import EngineSettings, check_combination
+from ..actors.settings import EngineSettings
 from ..actors.store.artifacts import map_shape
 from ..actors.store.files import ExpertStore
 from .topology.inputs import facts_of_store

@@ -13,6 +13,7 @@ import torch
 from ...errors import ConfigError
 from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
+from ..combinations import check_combination
 from ..core import _core
 from ..policies.baselines import Predictor
 from ..policies.foreign import METER
@@ -20,7 +21,7 @@ from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
 from ..policies.routing import Rerouting, SequenceRows
 from ..policy_settings import PolicySettings
-from ..settings import EngineSettings, check_combination, shared_bytes
+from ..settings import EngineSettings, shared_bytes
 from ..store.artifacts import PolicyArtifacts
 from ..store.format import ExpertShape, Published
 from ..store.replicas import ReplicaTables

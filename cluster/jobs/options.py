@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from ...actors.budget import AutoBudget
+from ...actors.combinations import check_combination
 from ...actors.gpu_driver import gpu_count, has_gpu
-from ...actors.settings import EngineSettings, check_published
+from ...actors.settings import EngineSettings
 from ...actors.slot_budget import divide
 from ...errors import BudgetError, ConfigError, RequestError
 from ..checkpoints.hub import located
@@ -230,7 +231,7 @@ def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConf
     settings = engine_settings(config, trace=trace)
     config = located(config)
     check_model_dir(config.model_dir)
-    check_published(settings.policy, published_as(config.model_dir))
+    check_combination(settings, published_as(config.model_dir))
     check_artifacts(settings.policy, config)
     return config, settings
 
@@ -240,7 +241,7 @@ def check_budget(settings: EngineSettings, store: Path, local: bool = True) -> N
 
     Where only the worker's device decides the dtype and is not known here, a budget is refused that is too small for
     the smaller one, with the least that is enough for the larger; the worker has the last word. What `auto` comes to is
-    known with the nodes (`topology.budget`).
+    known with the nodes (`topology.decided`).
 
     Args:
         local: the worker runs on this machine.

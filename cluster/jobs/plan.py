@@ -26,8 +26,7 @@ from ..host import shown
 from ..report.output import print_json
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
-from ..topology.budget import with_terms
-from ..topology.default_policy import with_default_policy
+from ..topology.decided import decided
 from ..topology.estimate import PlanResult, make_plans
 from ..topology.inputs import (
     facts_of_checkpoint,
@@ -38,7 +37,7 @@ from ..topology.inputs import (
     nodes_of_cluster,
     this_machine,
 )
-from ..topology.spec import ModelFacts, NodeInfo, wants_gpu
+from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
 from .prepare.needs import note
 
@@ -104,11 +103,10 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     if here and (missing := note(settings.policy, config)) is not None:
         notes.append(missing)
     facts = model_facts(config)
-    settings, why = with_default_policy(config, settings, facts, wants_gpu(settings, there))
+    settings, why = decided(config, settings, facts, there, here)
     if config.ray.address is None and nodes is None:
         notes += local_notes(config, settings)
     notes += why
-    settings = with_terms(config, settings, facts, there, here)
     return make_plans(config, settings, facts, there, nodes_from, notes, here)[0]
 
 

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ...actors.budget import AutoBudget
+from ...actors.combinations import check_combination
 from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
 from ...actors.policies.sharding import Ownership
-from ...actors.settings import CopySettings, EngineSettings, check_published
+from ...actors.settings import CopySettings, EngineSettings
 from ...actors.slot_budget import SlotSizes, divide
 from ...kernels.pack import PackedShape
 from ..config import RunConfig
@@ -230,7 +231,7 @@ def cluster_spec(
     """
     cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
     item = compute_item_bytes(settings, gpu)
-    check_published(policy, facts.form)
+    check_combination(settings, facts.form)
     slot_bytes, low_bit = facts.slot_bytes(item), None
     if (low := policy.low_bit) is not None:
         low_bit = LowBitSpec(low_bit_bytes(settings, facts), low.share)

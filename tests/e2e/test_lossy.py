@@ -11,11 +11,12 @@ import torch
 from fake_gpu import FakeGpu
 from serving import Reference, greedy, serving, serving_group, settings
 
+from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.serving.scoring import score_with
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import KvSettings, LinkSettings, ShardSettings, check_combination
+from tiermoe.actors.settings import KvSettings, LinkSettings, ShardSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import load_policy
 from tiermoe.errors import ConfigError

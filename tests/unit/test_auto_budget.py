@@ -30,7 +30,7 @@ from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.jobs.bench.serving import run_config
 from tiermoe.cluster.topology import inputs
-from tiermoe.cluster.topology.budget import with_terms
+from tiermoe.cluster.topology.decided import decided
 from tiermoe.cluster.topology.spec import NodeInfo, cluster_spec
 from tiermoe.errors import BudgetError, ConfigError
 
@@ -111,7 +111,7 @@ def test_the_control_group_bounds_host_memory(tmp_path: Path, monkeypatch: pytes
 def test_the_stand_in_shares_host_memory_with_the_run() -> None:
     config = load_run_config(None, {"budget": "auto", "device": "cpu", "threads": 1, "cluster": {"shards": 2}})
     nodes = [NodeInfo(name, name, True, {"CPU": 8, "memory": free * GIB}) for name, free in (("a", 64.0), ("b", 8.0))]
-    found = with_terms(config, engine_settings(config), FACTS, nodes, here=False)
+    found, _ = decided(config, engine_settings(config), FACTS, nodes, here=False)
     assert isinstance(found.budget, AutoBudget)
     terms = found.budget.terms
     assert (terms["free"], terms["mapped"]) == (8 * GIB, FACTS.all_bytes)
@@ -126,9 +126,9 @@ def test_a_gpu_of_another_machine_needs_its_size() -> None:
     nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": 1})]
     config = load_run_config(None, {"budget": "auto", "threads": 1})
     with pytest.raises(ConfigError, match="not known here"):
-        with_terms(config, engine_settings(config), FACTS, nodes, here=False)
+        decided(config, engine_settings(config), FACTS, nodes, here=False)
     config = load_run_config(None, {"budget": "auto", "threads": 1, "cluster": {"gpu_memory": "1GiB"}})
-    found = with_terms(config, engine_settings(config), FACTS, nodes, here=False).budget
+    found = decided(config, engine_settings(config), FACTS, nodes, here=False)[0].budget
     assert isinstance(found, AutoBudget)
     assert not found.final  # the worker asks its own
     assert in_words(found.terms, found.chunk, found.tokens).startswith("1.00 GiB free less ")

@@ -40,8 +40,9 @@ from tiermoe.cluster.jobs.keys import filled, keys
 from tiermoe.cluster.jobs.options import RUNTIME, Policy, check_budget, with_options
 from tiermoe.cluster.jobs.prepare import default_store_dir
 from tiermoe.cluster.topology import inputs as inputs_module
-from tiermoe.cluster.topology.default_policy import with_default_policy
+from tiermoe.cluster.topology.decided import decided
 from tiermoe.cluster.topology.inputs import LocalRay, local_notes, local_ray, this_machine
+from tiermoe.cluster.topology.spec import NodeInfo
 from tiermoe.cluster.worker_process import Role
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
@@ -501,7 +502,8 @@ def test_the_default_policy(given: dict[str, Any], expert_bytes: int, gpu: bool,
     facts = replace(FAKE_FACTS, expert_elements=expert_bytes // 2, item_bytes=2)
     if expert_bytes == 799_999:
         facts = replace(facts, form="q4_0", form_bytes=expert_bytes)
-    settings, why = with_default_policy(config, engine_settings(config), facts, gpu)
+    nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": int(gpu)})]
+    settings, why = decided(config, engine_settings(config), facts, nodes, here=False)
     assert settings.policy.name == policy
     assert len(why) == (config.policy == "default")
     assert all(f"the default policy is {policy} here" in line for line in why)

@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import Segments, SplitLayout, SplitOptions, buffer_for
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, ShardSettings, check_combination
+from tiermoe.actors.settings import EngineSettings, ShardSettings
 from tiermoe.errors import ConfigError
 
 # Two layers of three experts of 8 neurons: tops of 2 and of 8; the bottoms of layer 0 have 6.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from serving import policy
 
+from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
@@ -26,7 +27,7 @@ from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEvict
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.prefetch import Span
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
+from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.simulate.executor import SimulatedEngine, engine_of, eviction_of

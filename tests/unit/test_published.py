@@ -16,11 +16,12 @@ from serving import greedy, serving, settings
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
+from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policies.context_ndp import PlacementOptions
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import NdpSettings, check_published
+from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.checkpoints.quantization import published_as
@@ -162,12 +163,12 @@ def test_ndp_workers_compute_the_published_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["moepic", "hobbit", "mixtral-offloading-swap"])
 def test_policies_that_need_full_precision_are_refused(preset: str) -> None:
-    policy = load_policy(preset)
+    chosen = settings(0.5, policy=load_policy(preset))
     with pytest.raises(ConfigError, match="fp8_block"):
-        check_published(policy, "fp8_block")
-    check_published(policy, None)
+        check_combination(chosen, "fp8_block")
+    check_combination(chosen)
     for usable in ("next-gate", "static-ndp", "context-ndp-full", "context-ndp-2bit", "context-ndp-uniform"):
-        check_published(load_policy(usable), "fp8_block")
+        check_combination(settings(0.5, policy=load_policy(usable)), "fp8_block")
 
 
 def test_the_plan_from_a_configuration_alone(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 import traces
 from cache_rigs import begin_layer
 
+from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
@@ -36,7 +37,7 @@ from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.routing import Rerouted, RerouteView, Rerouting, drop_pairs
 from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
+from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import engine_of, eviction_of, replica_bytes

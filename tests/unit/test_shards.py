@@ -22,6 +22,7 @@ from fake_gpu import FakeGpu
 from quick import quick
 from serving import Group, Tiny, add_random_profile, greedy, policy, prepared, serving_group, settings
 
+from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.peers import shard as shard_module
@@ -30,7 +31,7 @@ from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.context_ndp import PlacementOptions
 from tiermoe.actors.policies.routing import Rerouted, RerouteView
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings, check_combination
+from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.shard_worker import ShardWorker
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.errors import ConfigError, RuntimeFailure
@@ -299,7 +300,7 @@ def test_what_does_not_go_together_is_refused(olmoe: Tiny, tmp_path: Path) -> No
         with pytest.raises(ConfigError, match="no shard worker"):
             ShardWorker(_settings(2), index, view.path, LocalDirectory())
     small = settings(0.25, policy=policy(preload="all"), shards=ShardSettings(count=2))
-    with pytest.raises(ConfigError, match="resident"):
+    with pytest.raises(ConfigError, match="keeps every expert on 2 GPUs"):
         ShardWorker(small, 1, view.path, LocalDirectory())
 
 

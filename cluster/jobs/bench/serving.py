@@ -36,10 +36,8 @@ from ...config import (
 from ...prompt import check_length, load_model_config, load_tokenizer
 from ...simulate.machine import Machine
 from ...simulate.trace import Request, Trace, TraceHeader
-from ...topology.budget import with_terms
-from ...topology.default_policy import with_default_policy
+from ...topology.decided import decided
 from ...topology.inputs import facts_of_store, local_ray, this_machine
-from ...topology.spec import wants_gpu
 from ..evaluate.text import load_heldout
 from ..prepare import ensure_replicas
 from ..prepare.needs import add_missing, check_artifacts, prepared_store
@@ -90,8 +88,7 @@ def start_worker(config: RunConfig, *, optional_workers: bool = True) -> Any:
     store = prepared_store(config, settings)
     if isinstance(settings.budget, AutoBudget) or config.policy == DEFAULT_POLICY:
         nodes, facts = this_machine(local_ray(config, settings)), facts_of_store(store, config.model_dir)
-        settings, _ = with_default_policy(config, settings, facts, wants_gpu(settings, nodes))
-        settings = with_terms(config, settings, facts, nodes, here=True)
+        settings, _ = decided(config, settings, facts, nodes, here=True)
     policy = settings.policy
     needed = optional_workers or not config.may_drop_workers(policy)
     worker = LocalWorker(settings, store, config.ndp_workers(policy) if needed else 0)

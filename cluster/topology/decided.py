@@ -1,0 +1,100 @@
+"""What a start decides, by the model's sizes and the nodes: the default policy and the terms of `budget: auto`.
+
+The default policy is `next-gate` where copies are quick, else `auto`, which plans a layer in Python: 0.2 ms a layer on
+a CPU and 0.55 beside a GPU. Where copies are quick there is too little to save: `auto` took 1.04 (35 us a copy, latency
+included) and 1.19 (16 us) of `next-gate`'s time a token, and 0.93 where a copy took 108 us (default model, a quarter of
+the experts, emulated; docs/auto.md). Both are lossless and need nothing prepared, so the choice may wait until the
+nodes are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...actors.budget import AutoBudget, ModelSizes, activation_bytes
+from ...actors.gpu_driver import gpus_free_bytes
+from ...actors.settings import EngineSettings
+from ...actors.slot_budget import least_bytes
+from ..config import AUTO, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
+from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
+
+_RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
+
+
+def decided(
+    config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
+) -> tuple[EngineSettings, tuple[str, ...]]:
+    """The settings with the default policy and the budget `auto` resolved, and a note that says why that policy.
+
+    A policy and a budget that were given stay.
+
+    Args:
+        here: the nodes are this machine.
+
+    Raises:
+        BudgetError: too little for one expert; the message has every term. ConfigError: the memory is not known.
+    """
+    gpu, why = wants_gpu(settings, nodes), tuple[str, ...]()
+    if config.policy == DEFAULT_POLICY:
+        name, reason = _choice(config, facts.slot_bytes(compute_item_bytes(settings, gpu)), gpu)
+        policy = chosen_policy(name)
+        settings = settings.model_copy(update={"policy": policy})
+        why = (f"the default policy is {policy.name} here: {reason}",)
+    if isinstance(settings.budget, AutoBudget) and (terms := _terms(config, settings, facts, nodes, here)).nbytes:
+        settings = settings.model_copy(update={"budget": terms})
+    return settings, why
+
+
+def _choice(config: RunConfig, slot_bytes: int, gpu: bool) -> tuple[str, str]:
+    """The name of a policy, and the reason."""
+    if config.asks_for_auto:
+        return AUTO, "NDP workers are asked for"
+    if gpu:
+        return STEPPED, f"on a GPU, planning a layer of {AUTO} costs more than it saves"
+    if config.link.gbps is None:
+        return STEPPED, "the link is not throttled"
+    copy_us = config.link.latency_us + slot_bytes / config.link.gbps * 1e-3
+    bound = f"a copy of an expert takes {copy_us:.0f} us, and {AUTO} is for {QUICK_COPY_US:g} us and more"
+    return (STEPPED if copy_us < QUICK_COPY_US else AUTO), bound
+
+
+def _terms(
+    config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
+) -> AutoBudget:
+    """The terms of `budget: auto`.
+
+    On the CPU stand-in the free memory is that of the node with the least, which its devices share. On GPUs it is
+    `cluster.gpu_memory`, or what this machine's say; each worker asks its own before it loads anything.
+    """
+    gpu, kv, cluster = wants_gpu(settings, nodes), settings.kv, config.cluster
+    item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
+    slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
+    terms = AutoBudget(
+        dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
+        activations=activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, settings.attention),
+        slot=slot, least=least_bytes(settings.policy, sizes) or slot, most=slot * facts.layers * facts.experts,
+        chunk=rows, tokens=tokens,
+    )  # fmt: skip
+    if gpu:
+        found = [int(cluster.gpu_memory)] if cluster.gpu_memory is not None else []
+        found += gpus_free_bytes()[: cluster.replicas * cluster.shards] if here else ()  # Ray takes the first ones
+        return terms.model_copy(update={"free": min(found) if found else None})
+    memory = [int(node.amount("memory")) for node in nodes if node.alive and node.amount("memory")]
+    ndp = config.ndp_workers(settings.policy)
+    widths = settings.policy.replica_widths
+    replicas = sum(replica_bytes(facts, bits, settings.ndp.group_size) for bits in widths)
+    processes = cluster.replicas * (cluster.shards + ndp + 1) + 1  # a store each, and the driver
+    return terms.model_copy(update={
+        "free": min(memory) if memory else None, "final": True, "leads": cluster.replicas,
+        "devices": cluster.replicas * cluster.shards,
+        "mapped": facts.all_bytes + replicas * facts.layers * facts.experts,
+        "processes": processes * _PROCESS_BYTES + (_RAY_BYTES if config.ray.address is None else 0),
+    })  # fmt: skip
+
+
+def _sizes(facts: ModelFacts) -> ModelSizes:
+    return ModelSizes(
+        hidden=facts.hidden, heads=facts.heads, head_size=facts.head_size, vocabulary=facts.vocabulary, mlp=facts.mlp,
+        kv=facts.kv_elements // facts.depth, top_k=facts.top_k, intermediate=facts.intermediate,
+        expert=facts.expert_elements,
+    )  # fmt: skip
