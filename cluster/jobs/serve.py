@@ -85,7 +85,6 @@ def serve_command(
     deployment: DeploymentId = None,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
-    _check_installed()
     server = _settings(
         server_config,
         {
@@ -275,14 +274,3 @@ def _check_files(server: ApiSettings) -> None:
         check_file(Path(server.request_log_file))
     if server.chat_template is not None:
         load_chat_template(Path("."), Path(server.chat_template))
-
-
-def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs '{error.name}', which is not installed", f"pip install {error.name}"
-        ) from error

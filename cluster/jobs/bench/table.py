@@ -196,7 +196,7 @@ def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -
     """Write NAME.json, the plots, and the table blocks of NAME.md.
 
     Raises:
-        ConfigError: the folder is not writable, the page has an unknown block, or matplotlib is missing.
+        ConfigError: the folder is not writable, or the page has an unknown block.
     """
     from .plot import plot
 
