@@ -12,7 +12,7 @@ from tiermoe.cluster.jobs.bench.cases import command
 from tiermoe.cluster.jobs.bench.command import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
 from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
-from tiermoe.cluster.report.files import check_folder, require_plots
+from tiermoe.cluster.report.files import check_folder
 from tiermoe.cluster.report.tables import results, show
 from tiermoe.errors import ConfigError
 
@@ -44,8 +44,6 @@ def papers(
     from .papers import paper_names, run_papers
 
     file, folder = file_or_folder(out)
-    if folder is not None:
-        require_plots("--out FOLDER")
     names = list(parts(only)) if only else paper_names()
     finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
 
@@ -55,7 +53,6 @@ def redraw(
     files: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
 ) -> None:
     """Write the figures, verdicts and page tables of results again, beside them, without measuring anything."""
-    require_plots("`tiermoe bench redraw`")
     from tiermoe.cluster.jobs.bench.table import write_folder
     from tiermoe.cluster.report.results import read_json
 

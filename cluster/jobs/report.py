@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ...errors import ConfigError, exit_code, reason, told
 from ..report import tables
-from ..report.files import check_folder, require_plots
+from ..report.files import check_folder
 from ..report.page import report_page
 from ..report.results import read_results
 
@@ -29,7 +29,6 @@ def report_command(
     Files that compare no policies are named, and the others are shown.
     """
     check_folder(out, "--out")
-    require_plots("`tiermoe report`")
     refused: list[ConfigError] = []
     page = report_page(read_results(results, refused.append))
     try:

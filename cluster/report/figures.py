@@ -54,11 +54,7 @@ class _Kind:
 
 
 def figures(found: Sequence[Measurement]) -> Iterator[Figure]:
-    """All figures, in the order of the page; one without panels says which files lack what.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """All figures, in the order of the page; one without panels says which files lack what."""
     for number, kind in enumerate(_KINDS):
         shown = [one for one in found if kind.has(one)]
         files = dict.fromkeys(one.file for one in found)
@@ -80,7 +76,7 @@ def _svg(kind: _Kind, shown: Sequence[Measurement], salt: str) -> str:
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
         width, height = _SIZE
-        canvas = new_canvas(kind.title, (width, max(height, 1.0 + 0.2 * len(shown)) if kind.bars else height))
+        canvas = new_canvas((width, max(height, 1.0 + 0.2 * len(shown)) if kind.bars else height))
         axes = canvas.subplots()
         kind.draw(axes, shown)
         axes.tick_params(labelsize=8)

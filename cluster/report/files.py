@@ -11,7 +11,6 @@ from typing import Any
 
 from ...errors import ConfigError, reason
 
-INSTALL_PLOTS = "install it with `pip install matplotlib`"
 _COLOURS = (
     "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22",
     "#000080", "#006400", "#8b0000", "#daa520", "#4b0082", "#ff1493", "#2f4f4f",
@@ -77,21 +76,6 @@ def check_folder(folder: Path, what: str, *, empty: bool = False) -> None:
         raise ConfigError(what, "name a folder that you may write") from error
 
 
-def require_plots(option: str) -> None:
-    """Refuse, before anything is measured, what draws figures where nothing can draw them.
-
-    Args:
-        option: that asks for figures, for the message.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{option} draws figures with matplotlib: {reason(error)}", INSTALL_PLOTS) from error
-
-
 def write_timeline(path: Path, events: Sequence[dict[str, Any]]) -> None:
     """Write Chrome trace events (`ph`, `ts` in microseconds, ...) in the object form of the format.
 
@@ -108,9 +92,9 @@ def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[...
     """An empty figure (width, height in inches), and what writes it to a PNG file, with its caption as metadata.
 
     Raises:
-        ConfigError: matplotlib is not installed; of the second also: the file cannot be written.
+        ConfigError: by the second: the file cannot be written.
     """
-    figure = new_canvas(str(path), size)
+    figure = new_canvas(size)
 
     def save(caption: str = "") -> None:
         try:
@@ -121,13 +105,11 @@ def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[...
     return figure, save
 
 
-def new_canvas(what: str, size: tuple[float, float]) -> Any:
-    """An empty figure (width, height in inches). Raises ConfigError: matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"cannot plot '{what}': {error}", INSTALL_PLOTS) from error
+def new_canvas(size: tuple[float, float]) -> Any:
+    """An empty figure (width, height in inches)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that most commands do without
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -167,7 +149,7 @@ def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[f
         label: of the colour bar. limits: values of its ends. caption: as of `write_caption`.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     figure, save = new_figure(path, (5.2, 4.4))
     axes = figure.subplots()

@@ -21,11 +21,7 @@ figcaption, .lacks { font-size: 12px; opacity: .8; }
 
 
 def report_page(found: Sequence[Measurement], title: str = "tiermoe: report") -> str:
-    """The page.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """The page."""
     parts = [f"<h1>{escape(title)}</h1>", *(part for figure in figures(found) for part in _figure(figure))]
     parts += ["<h2>All measurements</h2>", *_table(found)]
     return (

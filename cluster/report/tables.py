@@ -6,16 +6,15 @@ has no room for beside each other is printed below each other, and a pipe or a f
 
 from __future__ import annotations
 
-import sys
-import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
+from rich.box import Box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -26,12 +25,15 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
 from ...errors import size as size
 from .output import stdout
 
 _EVERY_S, _BYTES_EVERY_S = 2.0, 5.0
+_ANY_WIDTH = 1 << 30
+_RULE = Box("\n".join(["    "] * 2 + [" -- "] + ["    "] * 5), ascii=True)  # a line below the heading
 _LEAST_VALUE = 20  # columns of a value, however long the names beside it are
 
 
@@ -56,13 +58,13 @@ class Facts:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from _titled(self.title)
         name_width = max((cell_len(name) for name, _ in self.rows), default=0)
-        room = max(_LEAST_VALUE, options.max_width - name_width - 2) if console.is_terminal else sys.maxsize
-        for name, value in self.rows:
-            lines = [part for line in value.splitlines() for part in _broken(line, room)] or [""]
-            for number, line in enumerate(lines):
-                label = Text((name if number == 0 else "").ljust(name_width), style="bold")
-                yield _line(Text.assemble(label, "  ", line))
-        yield _line("")
+        for name, value in self.rows:  # each with a width of its own: a long path widens no other value
+            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+            table.add_column(style="bold", min_width=name_width)
+            table.add_column(min_width=_LEAST_VALUE)
+            table.add_row(Text(name), Text(value))
+            yield from _lines(table, console, options)
+        yield Text("")
 
 
 @dataclass(frozen=True)
@@ -75,45 +77,19 @@ class Grid:
     rows: Sequence[Sequence[str]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        heads = [[column] for column in self.columns]
-        room = options.max_width if console.is_terminal else sys.maxsize
-        if self._width(heads) > room:
-            heads = [_broken(column, self._of_cells(place)) for place, column in enumerate(self.columns)]
         yield from _titled(self.title)
-        if self._width(heads) > room:
-            for row in self._full():
+        table = Table(box=_RULE, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+        full = [(*row, *[""] * (len(self.columns) - len(row))) for row in self.rows]
+        for place, column in enumerate(self.columns):
+            table.add_column(Text(column), min_width=max((cell_len(row[place]) for row in full), default=0))
+        for row in full:
+            table.add_row(*map(Text, row))
+        if console.is_terminal and _widths(table, console, options).minimum > options.max_width:
+            for row in full:
                 yield Facts("", tuple(zip(self.columns, row, strict=True)))
             return
-        widths = self._widths(heads)
-        for line in zip_longest(*heads, fillvalue=""):
-            yield _line(Text(self._joined(line, widths), style="bold"))
-        yield _line(self._joined(["-" * width for width in widths], widths))
-        for row in self._full():
-            yield _line(self._joined(row, widths))
-        yield _line("")
-
-    def _of_cells(self, place: int) -> int:
-        """Width of a column's cells; of the longest word of its title, where that is more."""
-        longest = max(map(cell_len, self.columns[place].split()), default=0)
-        return max(1, longest, *(cell_len(row[place]) for row in self._full()))
-
-    def _widths(self, heads: Sequence[Sequence[str]]) -> list[int]:
-        """Of each column, with its title in these lines."""
-        columns = zip(*self._full(), strict=True) if self.rows else ([] for _ in heads)
-        return [max(map(cell_len, (*head, *cells))) for head, cells in zip(heads, columns, strict=True)]
-
-    def _width(self, heads: Sequence[Sequence[str]]) -> int:
-        widths = self._widths(heads)
-        return sum(widths) + 2 * (len(widths) - 1)
-
-    def _full(self) -> list[Sequence[str]]:
-        """The rows, each with a cell for every column."""
-        return [(*row, *[""] * (len(self.columns) - len(row))) for row in self.rows]
-
-    @staticmethod
-    def _joined(cells: Sequence[str], widths: Sequence[int]) -> str:
-        padded = (cell + " " * (width - cell_len(cell)) for cell, width in zip(cells, widths, strict=True))
-        return "  ".join(padded).rstrip()
+        yield from _lines(table, console, options)
+        yield Text("")
 
 
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> Facts:
@@ -128,19 +104,23 @@ def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> G
 
 def _titled(title: str) -> Iterator[Text]:
     if title:
-        yield _line(Text(title, style="italic"))
+        yield Text(title, style="italic", no_wrap=True, overflow="ignore")
 
 
-def _line(text: str | Text) -> Text:
-    """One line that nothing breaks or cuts, whatever the console's width."""
-    line = Text(text) if isinstance(text, str) else text
-    line.no_wrap, line.overflow = True, "ignore"
-    return line
+def _widths(table: Table, console: Console, options: ConsoleOptions) -> Measurement:
+    """Without a broken word, and without a broken line."""
+    return Measurement.get(console, options.update_width(_ANY_WIDTH), table)
 
 
-def _broken(line: str, room: int) -> list[str]:
-    """A line broken between words, in the room that there is; a word that is longer stays whole."""
-    return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
+def _lines(table: Table, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+    """A table without spaces at the ends of lines: on a terminal as wide as that or as its longest word, else whole."""
+    least, whole = _widths(table, console, options)
+    width = max(least, options.max_width) if console.is_terminal else whole
+    for segments in console.render_lines(table, options.update_width(width), pad=False):
+        parts = ((segment.text, segment.style or "") for segment in segments)
+        line = Text.assemble(*parts, no_wrap=True, overflow="ignore")
+        line.rstrip()
+        yield line
 
 
 def share(value: float | None) -> str:

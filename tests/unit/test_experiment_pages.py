@@ -104,7 +104,7 @@ def test_an_image_says_where_its_numbers_are_from_and_shows_all_of_them(
 
     `tiermoe bench redraw docs/results/NAME.json` draws an image again.
     """
-    canvas = new_canvas(image, (12.0, 8.0))
+    canvas = new_canvas((12.0, 8.0))
     draw(canvas, figure, record)
     canvas.canvas.draw()
     said = caption(figure, record)

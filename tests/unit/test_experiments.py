@@ -20,7 +20,7 @@ from tiermoe.benchmarks import trace_metrics
 from tiermoe.benchmarks.command import EXPERIMENTS
 from tiermoe.benchmarks.papers import paper_names
 from tiermoe.benchmarks.random_model import NamedModel, save_published
-from tiermoe.cluster.config import RunConfig, default_model_dir, load_policy
+from tiermoe.cluster.config import RunConfig, chosen_policy, default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench import cells, command, run
 from tiermoe.cluster.jobs.bench.cells import Journal, Policy, added, counters, journal_file
 from tiermoe.cluster.jobs.bench.experiment import (
@@ -30,12 +30,14 @@ from tiermoe.cluster.jobs.bench.experiment import (
     field_at,
     load_experiment,
     options_of,
+    read_experiment,
 )
 from tiermoe.cluster.jobs.bench.finish import finish
 from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import Split, split_prompts
+from tiermoe.cluster.jobs.bench.table import table_of
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, PolicyError, RequestError, RuntimeFailure
 
@@ -49,6 +51,8 @@ class FakeWorker:
         self.name = f"{Path(config.policy).stem}@{config.budget}/{config.link.gbps}"
         self.log, self._shift, self._policy = log, shift, Path(config.policy).stem
         self.sampled = set[tuple[float, int | None]]()
+        policy = load_policy("next-gate") if config.policy == "default" else chosen_policy(config.policy)
+        self.settings = SimpleNamespace(policy=policy)
         self._stats = EngineStats(layers=[LayerStats()], executor="emulated")
 
     def submit(self, request: GenerationRequest) -> list[TokenEvent]:
@@ -166,6 +170,16 @@ def test_lossless_policies_with_other_tokens_fail_the_run() -> None:
     with pytest.raises(RuntimeFailure, match=r"next-gate is lossless and gives other tokens .* prompt 1"):
         _run(_experiment(), start)
     assert start.log[-2:] == ["next-gate@0.25/2.0 closed", "on-demand@0.25/2.0 closed"]
+
+
+@pytest.mark.usefixtures("passages")
+def test_default_is_shown_with_the_policy_that_it_resolved_to() -> None:
+    report, _ = _run(_experiment(variants=["default", "on-demand"]), Starter())
+    assert [(row["policy"], row["resolved_policy"]) for row in report.rows] == [
+        ("default", "next-gate"), ("on-demand", None),
+    ]  # fmt: skip
+    lines = table_of(read_experiment("compare"), "cells", report.as_dict())
+    assert [line.split(" | ")[2] for line in lines[2:]] == ["default (next-gate)", "on-demand"]
 
 
 @pytest.mark.slow

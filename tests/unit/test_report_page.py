@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import traces
 from commands import Command
 
-from tiermoe.cluster.config import configs_dir, default_model_dir
+from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.jobs.bench import run
 from tiermoe.cluster.jobs.bench.metrics import Report, Spread
 from tiermoe.cluster.jobs.replay import replay_trace
@@ -224,30 +223,6 @@ def test_rows_that_were_refused_are_not_shown(tmp_path: Path) -> None:
     rows = [row("on-demand", "0.25", 4.0), {"policy": "own", "budget": "0.25", "refused": "no; mend", "error": "X"}]
     found = read_results(written(tmp_path, compare=compared(rows=rows)))
     assert [one.policy for one in found] == ["on-demand"]
-
-
-def test_without_matplotlib_nothing_is_measured_for_a_figure(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`bench compare --html` measured for minutes, and then found out."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(run, "run_experiment", lambda *a, **k: pytest.fail("measured"))
-    (result,) = written(tmp_path, run=ran())
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("a b c\n")
-    compare = ("bench", "compare", "--policies", "on-demand", "--prompts", prompts)
-    for args, option in (
-        ((*compare, "--html", tmp_path / "x.html"), "--html"),
-        (("bench", "fmoe", "--out", tmp_path / "folder"), "--out FOLDER"),
-        (("bench", "papers", "--out", tmp_path / "folder"), "--out FOLDER"),
-        (("bench", "redraw", result), "redraw"),
-        (("report", result, "--out", tmp_path / "page"), "report"),
-        (("prepare", default_model_dir(), "--profile", prompts, "--profile-figures", tmp_path / "maps"), "figures"),
-    ):
-        line = command.refusal(*args)
-        assert option in line
-        assert "pip install" in line
-    assert not (tmp_path / "page").exists()
 
 
 def test_results_come_before_their_figures(

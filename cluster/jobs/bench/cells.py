@@ -123,6 +123,7 @@ class Cell:
 class Outcome:
     """What one variant of a cell did.
 
+    settled: name of the policy that ran, which `default` leaves to the start.
     values: by measure, one number for each repetition. layers: counters of each layer, summed over the repetitions.
     quality: see `score_worker`; None: not scored. between_s: seconds between tokens of all repetitions, of requests
     that are served one at a time. residency: states and uses of each layer's experts after the last repetition.
@@ -132,12 +133,17 @@ class Outcome:
     policy: str
     lossless: bool
     executor: str
+    settled: str | None = None
     values: dict[str, list[float]] = field(default_factory=dict)
     layers: list[Measures] = field(default_factory=list)
     quality: dict[str, Any] | None = None
     between_s: list[float] = field(default_factory=list)
     residency: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
     refused: dict[str, Any] = field(default_factory=dict)
+
+    def started(self, worker: Any) -> None:
+        """Take what the start decides."""
+        self.executor, self.settled = worker.stats().executor, worker.settings.policy.name
 
 
 @dataclass
@@ -184,7 +190,7 @@ def measure_cell(
         if not cell.serve:
             for name, config in configs.items():
                 with _leaving(outcomes[name]), closing(start(config)) as worker:
-                    outcomes[name].executor = worker.stats().executor
+                    outcomes[name].started(worker)
                     outcomes[name].quality = scorer(worker, progress)
                 advanced()
             return Measured(list(outcomes.values()), {})
@@ -192,7 +198,7 @@ def measure_cell(
         for name, config in configs.items():
             with _leaving(outcomes[name], workers):
                 workers[name] = stack.enter_context(closing(start(config)))
-                outcomes[name].executor = workers[name].stats().executor
+                outcomes[name].started(workers[name])
             if outcomes[name].executor == "real" and cell.gbps is not None:
                 raise ConfigError("links are emulated on the CPU stand-in only", "pass --links none on this hardware")
         for name, worker in list(workers.items()):

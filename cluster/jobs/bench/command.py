@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from ....errors import ConfigError, reason
 from ...commands import Group
-from ...report.files import check_writable, require_plots
+from ...report.files import check_writable
 from ...report.tables import show
 from ..options import as_command
 from .cases import Serve, command
@@ -145,9 +145,6 @@ def _run(
     file, folder = file_or_folder(out)
     if html is not None:
         check_writable(html, "--html")
-        require_plots("--html")
-    if folder is not None and experiment.plots:
-        require_plots("--out FOLDER")
     result = file if folder is None else folder / f"{experiment.stem}.json"
     discard: list[Callable[[], None]] = []
 

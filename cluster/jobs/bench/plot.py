@@ -30,7 +30,7 @@ def plot(path: Path, figure: Plot, record: Mapping[str, Any]) -> None:
     """Write a figure as a PNG.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: the file cannot be written.
     """
     if (lines := _panels(figure, record)) and lines[0]:
         width, height = figure.size

@@ -19,6 +19,7 @@ from ....actors.budget import AutoBudget
 from ....actors.gpu_driver import has_gpu
 from ....errors import ConfigError, rebuilt, size
 from ...config import (
+    DEFAULT_POLICY,
     RunConfig,
     check_model_dir,
     engine_settings,
@@ -431,7 +432,7 @@ def _run_cells(study: Study, run: Cells) -> None:
 
 
 def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
-    """Medians with spread of every outcome of a section."""
+    """Medians with spread of every outcome of a section; `resolved_policy` is what `default` is there."""
     every = [(cell, found, outcome) for cell, found in ran for outcome in found.outcomes if not outcome.refused]
     counted = {key for *_, outcome in every for key, values in outcome.values.items() if any(values)} | {"same_tokens"}
     rows = []
@@ -440,6 +441,7 @@ def _rows(ran: Sequence[tuple[Cell, Measured]]) -> list[dict[str, Any]]:
         quality = outcome.quality or {}
         row: dict[str, Any] = {
             "section": cell.section, "context": cell.context, "policy": outcome.policy, "preset": ran_as.preset,
+            "resolved_policy": outcome.settled if ran_as.file == DEFAULT_POLICY else None,
             "budget": cell.budget, "link_gbps": cell.gbps, "ratio": cell.ratio, "lossless": outcome.lossless,
             "writes_back": ran_as.settings.evict_writeback, "executor": outcome.executor,
         }  # fmt: skip

@@ -173,12 +173,14 @@ def _plain(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[st
         return {"values": {name: spread.values for name, spread in row["spread"].items()}}
 
     def cell(column: Column, row: dict[str, Any]) -> str:
+        resolved = row.get("resolved_policy")
+        named = row | {"policy": f"{row['policy']} ({resolved})"} if resolved else row
         if column.of is None:
-            return show(column.show, row)
+            return show(column.show, named)
         same = ("section", "context", "budget", "link_gbps")
         others = [r for r in rows if r["policy"] == column.of and all(r.get(k) == row.get(k) for k in same)]
         over = paired(values(row), values(others[0]), column.measure) if others else None
-        return show(column.show, row | {"paired": over})
+        return show(column.show, named | {"paired": over})
 
     return markdown([c.title for c in columns], ([cell(c, row) for c in columns] for row in rows))
 
@@ -196,7 +198,7 @@ def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -
     """Write NAME.json, the plots, and the table blocks of NAME.md.
 
     Raises:
-        ConfigError: the folder is not writable, the page has an unknown block, or matplotlib is missing.
+        ConfigError: the folder is not writable, or the page has an unknown block.
     """
     from .plot import plot
 

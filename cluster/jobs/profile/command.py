@@ -17,7 +17,7 @@ from ....actors.policies.buddymoe.buddies import BuddyOptions, ExpertProfile, Ra
 from ....actors.store.artifacts import ProfileManifest, ProfileSource, read_profile
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError, reason
-from ...report.files import check_folder, plot_counts, plot_matrix, require_plots
+from ...report.files import check_folder, plot_counts, plot_matrix
 from ...report.tables import Grid, grid, show
 from ..prepare.calibration import read_texts
 
@@ -137,7 +137,7 @@ def write_figures(folder: Path, profile: ExpertProfile, model: str) -> list[Path
     """Three PNGs a layer (two without outputs) and `profile-report.json`, into a folder; `model`: its name, in each.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,6 @@ def profile_request(
         raise ConfigError("--profile-warmup-weight is given without --profile-warmup", "add --profile-warmup TOKENS")
     if figures is not None:
         check_folder(figures, "--profile-figures")
-        require_plots("--profile-figures")
     options = ProfileOptions(
         OUTPUT_TOKENS if outputs is None else outputs, warmup or 0, 0.0 if warmup_weight is None else warmup_weight
     )
