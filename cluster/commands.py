@@ -101,17 +101,29 @@ def _forward(parent: typer.Typer, prefix: str, name: str, module: str, attribute
 _forward(app, "tiermoe", "run", ".jobs.run", "run_command", "Generate text for one prompt and report what it took.")
 _forward(app, "tiermoe", "up", ".jobs.up", "up_command", "Start a runtime that runs until Ctrl-C or `down`.")
 _forward(app, "tiermoe", "serve", ".jobs.serve", "serve_command", "Serve a model over HTTP, as OpenAI's API.")
-_forward(app, "tiermoe", "status", ".jobs.status", "status_command", "Show what runs, where, and what it holds.")
-_forward(app, "tiermoe", "down", ".jobs.status", "down_command", "End a runtime and all that belongs to it.")
-_forward(app, "tiermoe", "prepare", ".jobs.prepare.command", "prepare_command", "Turn a checkpoint into a store.")
+_forward(
+    app, "tiermoe", "status", ".jobs.status_command", "status_command", "Show what runs, where, and what it holds.",
+)  # fmt: skip
+_forward(app, "tiermoe", "down", ".jobs.status_command", "down_command", "End a runtime and all that belongs to it.")
+_forward(
+    app, "tiermoe", "prepare", ".jobs.prepare.prepare_command", "prepare_command", "Turn a checkpoint into a store.",
+)  # fmt: skip
 _forward(app, "tiermoe", "plan", ".jobs.plan", "plan_command", "Say what would run where, and start nothing.")
 _forward(app, "tiermoe", "doctor", ".jobs.doctor", "doctor_command", "Measure this machine and say what would fit.")
-_forward(app, "tiermoe", "bench", ".jobs.bench.command", "bench_app", "Measure the system; --check compares to limits.")
-_forward(app, "tiermoe", "eval", ".jobs.evaluate.command", "eval_command", "Measure what a policy costs in quality.")
-_forward(app, "tiermoe", "record", ".jobs.record.command", "record_command", "Write a trace of a model's routing.")
+_forward(
+    app, "tiermoe", "bench", ".jobs.bench.bench_commands", "bench_app",
+    "Measure the system; --check compares to limits.",
+)  # fmt: skip
+_forward(
+    app, "tiermoe", "eval", ".jobs.evaluate.eval_command", "eval_command", "Measure what a policy costs in quality.",
+)  # fmt: skip
+_forward(
+    app, "tiermoe", "record", ".jobs.record.record_command", "record_command", "Write a trace of a model's routing.",
+)  # fmt: skip
 _forward(app, "tiermoe", "replay", ".jobs.replay", "replay_command", "Run policies on a trace, on a virtual clock.")
 _forward(app, "tiermoe", "trace", ".jobs.trace", "trace_app", "Statistics of routing traces; synthetic traces.")
 _forward(app, "tiermoe", "report", ".jobs.report", "report_command", "Compare result files on one HTML page.")
 _forward(
-    jobs, "tiermoe jobs", "merge-traces", ".jobs.record.command", "merge_command", "Put traces of one model together.",
+    jobs, "tiermoe jobs", "merge-traces", ".jobs.record.record_command", "merge_command",
+    "Put traces of one model together.",
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import sys
 
-from .job import main
+from .run_parts import main
 
 if __name__ == "__main__":
     sys.exit(main())

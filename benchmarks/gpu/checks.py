@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .build import installed
-from .job import NO_TIME, Context, Record, end
+from .run_parts import NO_TIME, Context, Record, end
 
 _RESERVE_S = 5.0  # of the part's time, to write the results
 _SHOWN = 600  # characters of a failure

@@ -39,10 +39,10 @@ from tiermoe.cluster.worker_process import Role, WorkerProcess
 from tiermoe.cluster.yaml_file import read_yaml
 from tiermoe.limits import usable_cores
 
-from .job import NO_TIME, Context, Record
 from .models import REAL, TOY, HostExperts, RandomModel, RealShape, build_random_model, moe_layers
 from .near_data import NearData, random_tables
 from .routing import FAMILY, Replay, RoutingTrace, draw, profile_of
+from .run_parts import NO_TIME, Context, Record
 from .transfers import Peaks, record_peaks, spread_of
 
 LRU_SHARES = (0.1, 0.25, 0.5, 0.75)  # of a layer's experts in an LRU cache, whose hit rate the trace's row has

@@ -29,8 +29,8 @@ from tiermoe.kernels.pack import PackedShape
 from tiermoe.kernels.packed_slots import packed_shapes
 from tiermoe.limits import host_free_bytes, usable_cores
 
-from .job import Context
 from .near_data import DISTINCT_LAYERS
+from .run_parts import Context
 
 
 class RealShape(ModelShape):

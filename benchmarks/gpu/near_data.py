@@ -25,7 +25,7 @@ from tiermoe.limits import usable_cores
 from tiermoe.proto.peers import Directory, PeerLink, ndp_name
 
 if TYPE_CHECKING:
-    from .job import Context, Record
+    from .run_parts import Context, Record
 
 WIDTHS: tuple[Literal[1, 2, 3, 4], ...] = (1, 2, 3, 4)
 REPEATS = 3

@@ -19,7 +19,7 @@ from tiermoe.actors.engine.model.profile import KERNEL_PARTS, STEP_PARTS, host_s
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import Prompt, heldout_prompts, run_config, serve, start_worker
 
-from .job import Context, Record
+from .run_parts import Context, Record
 from .transfers import spread_of
 
 # preset, budget, and whether decode steps are CUDA graphs

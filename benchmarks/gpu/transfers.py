@@ -24,8 +24,8 @@ from tiermoe.cluster.host import cpu
 from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.limits import usable_cores
 
-from .job import ROOT, Context, Record
 from .models import REAL, TOY, HostExperts
+from .run_parts import ROOT, Context, Record
 
 _PEAK_BYTES = 1 << 30
 _TOY_BYTES = 8 << 20

@@ -13,7 +13,7 @@ from ...actors.engine.stats import count_needed, hit_rate, needed_shares
 from ...errors import TierMoeError
 from ...proto.peers import shard_name
 from ..host import versions
-from ..report.status import merged_residency
+from ..report.status_tables import merged_residency
 from .metrics import Metrics
 from .service import Service
 

@@ -31,7 +31,7 @@ from ..report.files import check_writable, write_timeline
 from ..report.output import print_json, stdout
 from ..report.results import percentiles
 from ..report.runtime import placed_tables, plan_table
-from ..report.status import brief_table, summary_table
+from ..report.status_tables import brief_table, summary_table
 from ..report.tables import show
 from .ending import BoundedEnd
 from .options import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...actors.budget import in_words
-from .status import planned_by
+from .status_tables import planned_by
 from .tables import Facts, Grid, count, facts, grid, seconds, size
 
 _KINDS = {

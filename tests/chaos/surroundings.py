@@ -148,7 +148,7 @@ def log_file() -> AbstractContextManager[Row]:
 def store() -> Iterator[Row]:
     """`chmod 000` of the store's folder, as an ordinary user: what is mapped goes on."""
     from tiermoe.cluster.config import default_model_dir
-    from tiermoe.cluster.jobs.prepare.job import default_store_dir
+    from tiermoe.cluster.jobs.prepare.make_store import default_store_dir
 
     with _folder() as folder:
         copy = folder / "store"

@@ -18,12 +18,12 @@ from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions
 from tiermoe.actors.store.artifacts import read_profile
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.benchmarks import overhead
-from tiermoe.benchmarks.gpu import job
+from tiermoe.benchmarks.gpu import run_parts
 from tiermoe.benchmarks.gpu.decode import Cell, cells_by_worth
-from tiermoe.benchmarks.gpu.job import PARTS, Part
-from tiermoe.benchmarks.gpu.job import main as gpu_main
+from tiermoe.benchmarks.gpu.run_parts import PARTS, Part
+from tiermoe.benchmarks.gpu.run_parts import main as gpu_main
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench import cells, command, run, serving
+from tiermoe.cluster.jobs.bench import bench_commands, cells, run, serving
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
 from tiermoe.cluster.jobs.bench.experiment import Experiment, experiment_files
 from tiermoe.cluster.jobs.bench.metrics import Report
@@ -31,8 +31,8 @@ from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import own_store, run_config
 from tiermoe.cluster.jobs.bench.table import write_folder
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
-from tiermoe.cluster.jobs.profile.command import ProfileOptions
-from tiermoe.cluster.jobs.profile.job import profile_text
+from tiermoe.cluster.jobs.profile.collect_profile import profile_text
+from tiermoe.cluster.jobs.profile.profile_options import ProfileOptions
 from tiermoe.cluster.yaml_file import merged, read_yaml
 
 pytestmark = pytest.mark.slow
@@ -300,7 +300,7 @@ def test_overhead_of_transformers_is_measured(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(overhead, "BATCHES", (1, 2))
     monkeypatch.setattr(overhead, "MAX_TOKENS", 8)
     words = ["overhead", "--against", "transformers", "--repeats", "1", "--json"]
-    done = CliRunner().invoke(command.bench_app, words)
+    done = CliRunner().invoke(bench_commands.bench_app, words)
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert (report["name"], report["executor"], len(report["bars"])) == ("overhead", "emulated", 2)
@@ -345,16 +345,16 @@ def test_a_model_without_heldout_text_is_refused_at_once(tmp_path: Path) -> None
 @pytest.mark.timeout(1800)
 def test_every_part_of_bench_gpu_runs_at_toy_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU stand-in, by the same code that a GPU runs; all but the first part in this process, to import once."""
-    child = job._child
+    child = run_parts._child
 
-    def here(part: Part, plan: job.Plan, limit_s: float, earlier: Any = None) -> dict[str, Any]:
+    def here(part: Part, plan: run_parts.Plan, limit_s: float, earlier: Any = None) -> dict[str, Any]:
         if part is PARTS[0]:
             return child(part, plan, limit_s, earlier)
         record, begin_s = tmp_path / f"{part.name}.json", time.monotonic()
-        job.run_part(part.name, plan.device, plan.sizes, begin_s + limit_s, record)
+        run_parts.run_part(part.name, plan.device, plan.sizes, begin_s + limit_s, record)
         return json.loads(record.read_text()) | {"outcome": "done", "seconds": time.monotonic() - begin_s}
 
-    monkeypatch.setattr(job, "_child", here)
+    monkeypatch.setattr(run_parts, "_child", here)
     assert gpu_main(["--device", "cpu", "--sizes", "toy", "--out", str(tmp_path), "--seconds", "1700"]) == 0
     document = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {name: found["outcome"] for name, found in document["parts"].items()} == {p.name: "done" for p in PARTS}

@@ -12,8 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from tiermoe.benchmarks import cases, serving
-from tiermoe.benchmarks.command import app
-from tiermoe.cluster.jobs.bench import command
+from tiermoe.benchmarks.clone_commands import app
+from tiermoe.cluster.jobs.bench import bench_commands
 from tiermoe.cluster.jobs.bench.finish import JsonCommand
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
@@ -78,7 +78,7 @@ def test_only_check_turns_a_missed_bar_into_an_exit_code(
 ) -> None:
     missed = Report("ttft", "emulated", [], [Bar("b", 2.0, "<=", 1.0)])
     monkeypatch.setattr(serving, "ttft", lambda *_: missed)
-    done = CliRunner().invoke(command.bench_app, ["ttft", *arguments])
+    done = CliRunner().invoke(bench_commands.bench_app, ["ttft", *arguments])
     assert done.exit_code == code
     assert json.loads(done.stdout)["bars"][0]["ok"] is False
 
@@ -86,7 +86,7 @@ def test_only_check_turns_a_missed_bar_into_an_exit_code(
 def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(serving, "ttft", lambda *_: Report("ttft", "emulated"))
     out = tmp_path / "out.json"
-    done = CliRunner().invoke(command.bench_app, ["ttft", "--json", "--out", str(out)])
+    done = CliRunner().invoke(bench_commands.bench_app, ["ttft", "--json", "--out", str(out)])
     assert done.exit_code == 0
     assert json.loads(out.read_text()) == json.loads(done.stdout)
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
@@ -95,7 +95,7 @@ def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.parametrize("words", [["--json", "extra"], ["--json", "a.json", "b.json"], ["--jsn", "a.json"]])
 def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "ttft", lambda *a: pytest.fail("measured"))
-    assert CliRunner().invoke(command.bench_app, ["ttft", *words]).exit_code == 2
+    assert CliRunner().invoke(bench_commands.bench_app, ["ttft", *words]).exit_code == 2
 
 
 SERVING = {
@@ -106,7 +106,7 @@ SERVING = {
 
 def test_every_benchmark_takes_the_common_options() -> None:
     """Guards `bench channel --json FILE.json`, which its help offers and which was an error."""
-    infos = [*command.bench_app.registered_commands, *app.registered_commands]
+    infos = [*bench_commands.bench_app.registered_commands, *app.registered_commands]
     commands = {info.name or info.callback.__name__: info for info in infos}
     del commands["gpu"]  # writes its JSON into the folder of its page, and always judges
     del commands["redraw"]  # measures nothing
@@ -136,7 +136,7 @@ def test_keys_that_a_benchmark_sets_itself_are_named(tmp_path: Path) -> None:
 
 def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     """They are written in several files; the help begins with the system as a whole."""
-    group = typer.main.get_command(command.bench_app)
+    group = typer.main.get_command(bench_commands.bench_app)
     names = group.list_commands(typer.Context(group))
     assert names == [
         "serve", "compare", "overhead", "host", "ttft", "turns", "scale", "prefetch", "default", "ndp", "fmoe",
@@ -144,6 +144,6 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
         "core", "validation", "auto", "channel", "kernel",
     ]  # fmt: skip
     for name in names:
-        done = CliRunner().invoke(command.bench_app, [name, "--help"])
+        done = CliRunner().invoke(bench_commands.bench_app, [name, "--help"])
         assert done.exit_code == 0
         assert "--out" in done.output or name == "redraw"

@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.jobs.bench import clone, command
+from tiermoe.cluster.jobs.bench import bench_commands, clone
 from tiermoe.errors import ConfigError
 
 _ROOT = configs_dir().parent
@@ -20,17 +20,17 @@ _ROOT = configs_dir().parent
 
 def test_a_clone_s_benchmarks_are_found() -> None:
     assert clone.benchmarks_dir() == _ROOT / "benchmarks"
-    module = clone.load("command")
+    module = clone.load("clone_commands")
     assert module is not None
-    assert module.__name__ == "tiermoe.benchmarks.command"
+    assert module.__name__ == "tiermoe.benchmarks.clone_commands"
 
 
 def test_the_installed_package_says_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clone, "benchmarks_dir", lambda: None)
-    monkeypatch.setattr(command, "_of_clone", lambda: None)
-    group = typer.main.get_command(command.bench_app)
+    monkeypatch.setattr(bench_commands, "_of_clone", lambda: None)
+    group = typer.main.get_command(bench_commands.bench_app)
     assert group.list_commands(typer.Context(group)) == ["serve", "compare"]
-    done = CliRunner().invoke(command.bench_app, ["overhead"])
+    done = CliRunner().invoke(bench_commands.bench_app, ["overhead"])
     assert isinstance(done.exception, ConfigError)
     assert "has no benchmark 'overhead'; give serve, compare, or a YAML file" in str(done.exception)
     assert "clone of the repository" in str(done.exception)
@@ -82,5 +82,5 @@ def test_an_experiment_that_needs_a_clone_is_refused_without_one(tmp_path: Path)
 
 
 def test_a_benchmark_that_is_nowhere_is_refused_with_the_names() -> None:
-    done = CliRunner().invoke(command.bench_app, ["nope"])
+    done = CliRunner().invoke(bench_commands.bench_app, ["nope"])
     assert "there is no benchmark 'nope'; give serve, compare, overhead, " in str(done.exception)

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.host_view import Asked, operands_of
-from tiermoe.benchmarks.gpu import build, checks, job, page
-from tiermoe.benchmarks.gpu.job import Part, Record
+from tiermoe.benchmarks.gpu import build, checks, page, run_parts
 from tiermoe.benchmarks.gpu.models import REAL
 from tiermoe.benchmarks.gpu.routing import Replay, RoutingTrace
+from tiermoe.benchmarks.gpu.run_parts import Part, Record
 from tiermoe.cluster.jobs.bench.metrics import fill_tables
 from tiermoe.errors import ConfigError
 
-_ROOT = job.ROOT
+_ROOT = run_parts.ROOT
 PART = Part("machine", 30)
 TEXT = (_ROOT / page.PAGE).read_text(encoding="utf-8")
 ROW = "import json; json.dump({'rows': [{'kind': 'x'}], 'checks': [], 'goals': [], 'notes': []}, open(RECORD, 'w'));"
@@ -44,15 +44,15 @@ def test_a_part_that_fails_costs_only_itself(
     code: str, limit_s: float, outcome: str, rows: list[Any], log: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The child runs `code`, with RECORD in place of its record's path."""
-    popen = job.subprocess.Popen
+    popen = run_parts.subprocess.Popen
 
     def instead(command: list[str], **kwargs: Any) -> Any:
         record = command[command.index("--record") + 1]
         return popen([sys.executable, "-c", code.replace("RECORD", repr(record))], **kwargs)
 
-    monkeypatch.setattr(job.subprocess, "Popen", instead)
-    monkeypatch.setattr(job, "_GRACE_S", 0.0)
-    found = job._child(PART, job.Plan(Path("unused"), "cpu", "toy", (PART,), 60.0), limit_s)
+    monkeypatch.setattr(run_parts.subprocess, "Popen", instead)
+    monkeypatch.setattr(run_parts, "_GRACE_S", 0.0)
+    found = run_parts._child(PART, run_parts.Plan(Path("unused"), "cpu", "toy", (PART,), 60.0), limit_s)
     assert found["outcome"].startswith(outcome)
     assert found["rows"] == rows
     assert ("log" in found) == (log is not None)
@@ -61,14 +61,14 @@ def test_a_part_that_fails_costs_only_itself(
 
 def test_parts_without_time_are_named_and_other_parts_stay(tmp_path: Path) -> None:
     found = {"rows": [], "checks": [], "goals": [], "notes": ["a note"], "outcome": "done", "seconds": 1.0}
-    name = job._device_name("cpu")
+    name = run_parts._device_name("cpu")
     before = {"device": "cpu", "sizes": "real", "device_name": name, "parts": {"loads": found, "gone": found}}
     (tmp_path / "gpu.json").write_text(json.dumps(before))
-    document = job.run_all(job.Plan(tmp_path, "cpu", "real", (PART,), 0.0), lambda text: None)
+    document = run_parts.run_all(run_parts.Plan(tmp_path, "cpu", "real", (PART,), 0.0), lambda text: None)
     assert document["parts"]["machine"]["outcome"] == "not run: no time was left"
     assert document["parts"]["loads"] == found
     assert "gone" not in document["parts"]
-    assert job.failures(document, (PART,)) == ["machine: not run: no time was left"]
+    assert run_parts.failures(document, (PART,)) == ["machine: not run: no time was left"]
     assert "a note" in (tmp_path / "gpu.md").read_text()
 
 
@@ -78,18 +78,18 @@ def test_a_later_call_runs_what_the_earlier_one_had_no_time_for(
     """Its cells stay; what is measured anew, such as the link's peak, does not."""
     cells = [{"kind": "peaks", "h2d_gbps": 1.0}, {"kind": "decode", "preset": "moepic", "budget": 0.5, "batch": 1}]
     found = {"rows": cells, "checks": [], "goals": [], "notes": [], "outcome": "done", "seconds": 1.0}
-    parts = {"qwen": found | {"notes": [f"qwen: {job.NO_TIME} for drop at 0.5"]}, "machine": found}
-    before = {"device": "cpu", "sizes": "real", "device_name": job._device_name("cpu"), "parts": parts}
+    parts = {"qwen": found | {"notes": [f"qwen: {run_parts.NO_TIME} for drop at 0.5"]}, "machine": found}
+    before = {"device": "cpu", "sizes": "real", "device_name": run_parts._device_name("cpu"), "parts": parts}
     (tmp_path / "gpu.json").write_text(json.dumps(before))
     begun: list[Any] = []
 
-    def child(part: Part, plan: job.Plan, limit_s: float, earlier: Any) -> dict[str, Any]:
+    def child(part: Part, plan: run_parts.Plan, limit_s: float, earlier: Any) -> dict[str, Any]:
         begun.append((part.name, earlier))
         return found
 
-    monkeypatch.setattr(job, "_child", child)
+    monkeypatch.setattr(run_parts, "_child", child)
     wanted = (PART, Part("qwen", 30))
-    job.run_all(job.Plan(tmp_path, "cpu", "real", wanted, 60.0, resume=True), lambda text: None)
+    run_parts.run_all(run_parts.Plan(tmp_path, "cpu", "real", wanted, 60.0, resume=True), lambda text: None)
     assert begun == [("qwen", parts["qwen"])]
     record = Record("qwen", None)
     record.resume(parts["qwen"])
@@ -99,10 +99,10 @@ def test_a_later_call_runs_what_the_earlier_one_had_no_time_for(
 
 def test_time_that_earlier_parts_left_goes_to_the_later_ones() -> None:
     parts = [Part(name, seconds) for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 20.0))]
-    assert job.limit_of(parts, 50.0) == 10.0  # less than all together: what each has, as long as there is some
-    assert job.limit_of(parts, 90.0) == 20.0
-    assert job.limit_of(parts[2:], 90.0) == 90.0
-    assert job.limit_of(parts[1:], 15.0) == 15.0
+    assert run_parts.limit_of(parts, 50.0) == 10.0  # less than all together: what each has, as long as there is some
+    assert run_parts.limit_of(parts, 90.0) == 20.0
+    assert run_parts.limit_of(parts[2:], 90.0) == 90.0
+    assert run_parts.limit_of(parts[1:], 15.0) == 15.0
 
 
 def test_failures_are_checks_and_not_goals_and_on_the_stand_in_not_speed(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_failures_are_checks_and_not_goals_and_on_the_stand_in_not_speed(tmp_pat
     record.check("slow", 3.0, "<=", 2.0)
     record.goal("wish", 0.0, ">=", 1.0)
     found = json.loads((tmp_path / "r.json").read_text()) | {"outcome": "done"}
-    assert job.failures({"parts": {"machine": found}}, (PART,)) == ["slow"]
+    assert run_parts.failures({"parts": {"machine": found}}, (PART,)) == ["slow"]
     stand_in = Record("machine", None, judged=False)
     stand_in.check("speed", 3.0, "<=", 2.0)
     stand_in.check("identity", 3.0, "<=", 2.0, always=True)
@@ -123,7 +123,7 @@ def test_the_page_without_data_claims_nothing() -> None:
     assert "benchmarks/gpu/run.sh" in TEXT
     blocks = re.findall(r"<!-- table: (.*) -->", TEXT)
     assert blocks[:3] == ["run", "parts", "limits"]
-    assert set(blocks[3:]) == {part.name for part in job.PARTS}
+    assert set(blocks[3:]) == {part.name for part in run_parts.PARTS}
     bare = _rendered(TEXT, None)
     assert bare.count("\nNot run yet.\n") == len(blocks)
     assert bare == TEXT or (_ROOT / "docs/results/gpu.json").exists()
@@ -131,11 +131,11 @@ def test_the_page_without_data_claims_nothing() -> None:
 
 def test_unknown_parts_and_a_missing_gpu_are_refused() -> None:
     with pytest.raises(ConfigError, match="no part 'qwne'"):
-        job.chosen_parts("qwne")
-    assert [part.name for part in job.chosen_parts("loads,machine")] == ["machine", "loads"]
+        run_parts.chosen_parts("qwne")
+    assert [part.name for part in run_parts.chosen_parts("loads,machine")] == ["machine", "loads"]
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
-            job.device_of("cuda")
+            run_parts.device_of("cuda")
 
 
 def test_missing_packages_and_the_extensions_to_build_are_known_without_the_package() -> None:
@@ -177,12 +177,12 @@ def test_no_part_imports_ray_or_typer() -> None:
     """A GPU machine has neither. Guards against modules of the package that import them for all of their users."""
     program = (
         "import sys; sys.modules |= dict.fromkeys(('ray', 'typer', 'click', 'fastapi', 'matplotlib'));"
-        "from tiermoe.benchmarks.gpu import job; print(*(part.name for part in job.PARTS if part.load()));"
+        "from tiermoe.benchmarks.gpu import run_parts; print(*(part.name for part in run_parts.PARTS if part.load()));"
         "from tiermoe.benchmarks.kernels import measured"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == {part.name for part in job.PARTS}
+    assert set(done.stdout.split()) == {part.name for part in run_parts.PARTS}
 
 
 def test_real_shapes_are_the_published_ones() -> None:
@@ -243,13 +243,13 @@ def test_a_test_file_that_does_not_end_has_failed(
     (tmp_path / "test_it.py").write_text(f"def test_a() -> None: ...\n\ndef test_b() -> None:\n    {test}\n")
     monkeypatch.setattr(checks, "targets", lambda context: ["test_it.py"])
     record = Record("tests", None)
-    checks.run(job.Context(torch.device("cpu"), "toy", time.monotonic() + left_s, tmp_path), record)
+    checks.run(run_parts.Context(torch.device("cpu"), "toy", time.monotonic() + left_s, tmp_path), record)
     assert {check["name"]: check["ok"] for check in record.checks} == {
         "test_it.py: failures and errors": True, "test_it.py: ran to its end": False
     }  # fmt: skip
     assert why in record.notes[0]
     found = record.as_dict() | {"outcome": "done"}
-    assert job.failures({"parts": {"tests": found}}, (Part("tests", 1),)) == ["test_it.py: ran to its end"]
+    assert run_parts.failures({"parts": {"tests": found}}, (Part("tests", 1),)) == ["test_it.py: ran to its end"]
 
 
 def test_an_error_of_a_case_costs_that_case_only() -> None:
@@ -265,6 +265,6 @@ def test_an_error_of_a_case_costs_that_case_only() -> None:
     assert [note.split(":")[0] for note in record.notes] == ["a refusal", "a reference failed", "a cell failed"]
     with pytest.raises(RuntimeError, match="CUDA error"), record.trying("a fault"):  # the context is gone
         raise RuntimeError("CUDA error: an illegal access")
-    context = job.Context(torch.device("cpu"), "toy", time.monotonic() + 60.0, _ROOT)
+    context = run_parts.Context(torch.device("cpu"), "toy", time.monotonic() + 60.0, _ROOT)
     assert (record.has_time(context, 5.0, "short"), record.has_time(context, 600.0, "long")) == (True, False)
-    assert record.notes[-1] == f"long: {job.NO_TIME}"
+    assert record.notes[-1] == f"long: {run_parts.NO_TIME}"

@@ -19,7 +19,7 @@ from tiermoe.actors.policies.moepic.split import SplitOptions
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy, with_prefetch
-from tiermoe.cluster.report.status import configurator_rows
+from tiermoe.cluster.report.status_tables import configurator_rows
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_split, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine

@@ -22,7 +22,7 @@ from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
-from tiermoe.cluster.jobs.evaluate import command
+from tiermoe.cluster.jobs.evaluate import eval_command
 from tiermoe.cluster.jobs.evaluate import scoring as job
 from tiermoe.cluster.jobs.evaluate.quality import MEASURES, EvaluationOptions
 from tiermoe.cluster.jobs.evaluate.scoring import Distributions, Evaluation
@@ -135,7 +135,7 @@ def started(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[GpuWorker]:
         workers[-1].start()
         return workers[-1]
 
-    for module in (job, command):
+    for module in (job, eval_command):
         monkeypatch.setattr(module, "start_worker", start)
     return workers
 
@@ -216,12 +216,12 @@ def test_an_interrupt_closes_the_worker(model: Path, started: list[GpuWorker], m
 
     monkeypatch.setattr(job, "score_with", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        command.evaluate(str(model), "on-demand", None, 1, OPTIONS, None)
+        eval_command.evaluate(str(model), "on-demand", None, 1, OPTIONS, None)
     assert [closed(w) for w in started] == [True]
 
 
 def test_the_record(model: Path, started: list[GpuWorker]) -> None:
-    record, quality = command.evaluate(str(model), "on-demand", "0.5", 1, OPTIONS, None)
+    record, quality = eval_command.evaluate(str(model), "on-demand", "0.5", 1, OPTIONS, None)
     assert {"hardware", "versions", "executor", "perplexity", "kl_nats_high", "ndp_tokens", "seed"} <= record.keys()
     assert (record["executor"], record["documents"], record["windows_per_document"]) == ("emulated", 5, 2)
     assert record["perplexity"] == quality["perplexity"].value
@@ -233,16 +233,16 @@ def test_own_text_is_scored_without_choices(model: Path, started: list[GpuWorker
     file = tmp_path / "mine.txt"
     file.write_text("words of my own, in a row\n" * 30)
     options = EvaluationOptions(windows=None, prefix=40, continuation=24)
-    record, quality = command.evaluate(str(model), "on-demand", "0.5", 1, options, None, file)
+    record, quality = eval_command.evaluate(str(model), "on-demand", "0.5", 1, options, None, file)
     assert (record["text"], record["texts"], record["items"]) == (str(file), 1, 0)
     assert record["tokens"] == 24 * record["documents"] > 24 * 10
     assert record["perplexity_ratio"] == record["top1_agreement"] == 1.0
     assert record["perplexity_low"] < record["perplexity"] < record["perplexity_high"]
     assert not [key for key in record if "choice" in key]
     json.dumps(record, allow_nan=False)
-    rows = command.quality_table(quality).rows
+    rows = eval_command.quality_table(quality).rows
     assert "bits per byte of text" in [row[0] for row in rows]
-    assert set(command._SHOWN) == set(MEASURES)  # each has words
+    assert set(eval_command._SHOWN) == set(MEASURES)  # each has words
     assert not [row for row in rows if "nan" in row]
 
 

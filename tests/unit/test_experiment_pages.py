@@ -14,7 +14,7 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from tiermoe.benchmarks.command import redraw
+from tiermoe.benchmarks.clone_commands import redraw
 from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_files, load_experiment
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread, fill_tables

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.benchmarks import trace_metrics
-from tiermoe.benchmarks.command import EXPERIMENTS
+from tiermoe.benchmarks.clone_commands import EXPERIMENTS
 from tiermoe.benchmarks.papers import paper_names
 from tiermoe.benchmarks.random_model import NamedModel, save_published
 from tiermoe.cluster.config import RunConfig, chosen_policy, default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench import cells, command, run
+from tiermoe.cluster.jobs.bench import bench_commands, cells, run
 from tiermoe.cluster.jobs.bench.cells import Journal, Policy, added, counters, journal_file
 from tiermoe.cluster.jobs.bench.experiment import (
     Experiment,
@@ -465,7 +465,7 @@ def test_a_user_s_file_is_a_command_and_its_mistakes_are_named(tmp_path: Path) -
     content = {"name": "mine", "title": "Mine", "summary": "My own.", "grid": {"links": [2]},
                "sections": [{"name": "s", "variants": ["on-demand"]}]}  # fmt: skip
     file.write_text(yaml.safe_dump(content))
-    done = CliRunner().invoke(command.bench_app, [str(file), "--help"])
+    done = CliRunner().invoke(bench_commands.bench_app, [str(file), "--help"])
     assert done.exit_code == 0
     assert all(option in done.output for option in ("--budgets", "--max-tokens", "--address", "--check"))
     for wrong, said in (
@@ -475,7 +475,7 @@ def test_a_user_s_file_is_a_command_and_its_mistakes_are_named(tmp_path: Path) -
     ):
         file.write_text(yaml.safe_dump(content | wrong))
         with pytest.raises(ConfigError, match=said):
-            command.experiment_command(str(file))
+            bench_commands.experiment_command(str(file))
     file.write_text(yaml.safe_dump(content | {"metrics": ["no-such"]}))
     with pytest.raises(ConfigError, match="no metric 'no-such'"):
         run_experiment(load_experiment(str(file)), start=Starter())
@@ -503,4 +503,4 @@ def test_malformed_options_end_the_command(tmp_path: Path) -> None:
         (["--max-tokens", "100000"], RequestError),
         (["--out", str(prompts)], ConfigError),  # a folder that cannot be made
     ):
-        assert isinstance(CliRunner().invoke(command.bench_app, [*common, *options]).exception, error), options
+        assert isinstance(CliRunner().invoke(bench_commands.bench_app, [*common, *options]).exception, error), options

@@ -13,7 +13,7 @@ from tiny_models import TEXT, VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpo
 from tiermoe.actors.store.artifacts import GATES_NAME
 from tiermoe.cluster import cli
 from tiermoe.cluster.config import RunConfig, load_policy, load_run_config, policy_names
-from tiermoe.cluster.jobs.evaluate.command import evaluate
+from tiermoe.cluster.jobs.evaluate.eval_command import evaluate
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
 from tiermoe.cluster.jobs.options import checked_settings
 from tiermoe.cluster.jobs.plan import planned

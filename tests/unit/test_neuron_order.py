@@ -30,7 +30,6 @@ from tiermoe.actors.store.format import MANIFEST_NAME, ExpertShape, read_manifes
 from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas
 from tiermoe.cluster.jobs.prepare import ensure_prepared, prepare
 from tiermoe.cluster.jobs.prepare.calibration import read_windows
-from tiermoe.cluster.jobs.prepare.command import prepare_command
 from tiermoe.cluster.jobs.prepare.neuron_order import (
     _Meter,
     first_half,
@@ -40,6 +39,7 @@ from tiermoe.cluster.jobs.prepare.neuron_order import (
     refuse_mixing,
     reordered,
 )
+from tiermoe.cluster.jobs.prepare.prepare_command import prepare_command
 from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
 from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import ConfigError, StoreError, UnsupportedModelError

@@ -18,7 +18,7 @@ from commands import Command
 from tiermoe.actors.settings import MatcherSettings
 from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.cluster import commands
-from tiermoe.cluster.jobs.bench.command import bench_app
+from tiermoe.cluster.jobs.bench.bench_commands import bench_app
 from tiermoe.cluster.jobs.trace import trace_app
 from tiermoe.cluster.worker_process import Role, WorkerProcess
 

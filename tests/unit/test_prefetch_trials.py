@@ -11,7 +11,7 @@ from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchPolicy, RandomPrefetch
 from tiermoe.actors.policies.prefetch_trials import DecodeForward, PrefetchTrials
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.report.status import _prefetch_rows
+from tiermoe.cluster.report.status_tables import _prefetch_rows
 from tiermoe.cluster.simulate.executor import SimulatedEngine, engine_of, eviction_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine

@@ -30,7 +30,7 @@ from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import layer_name, read_manifest
 from tiermoe.cluster.checkpoints.plan import ExpertsModule
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
-from tiermoe.cluster.jobs.prepare.command import prepare_command
+from tiermoe.cluster.jobs.prepare.prepare_command import prepare_command
 from tiermoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModelError
 
 torch.set_num_threads(1)

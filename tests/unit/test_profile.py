@@ -25,8 +25,9 @@ from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.jobs.prepare import capture, prepare
 from tiermoe.cluster.jobs.prepare.calibration import Windows
-from tiermoe.cluster.jobs.profile import job as collect
-from tiermoe.cluster.jobs.profile.command import (
+from tiermoe.cluster.jobs.profile import collect_profile as collect
+from tiermoe.cluster.jobs.profile.collect_profile import Collector, Partial, profile_text, profile_trace
+from tiermoe.cluster.jobs.profile.profile_options import (
     ProfileOptions,
     alikeness,
     size_distributions,
@@ -34,7 +35,6 @@ from tiermoe.cluster.jobs.profile.command import (
     taken,
     write_figures,
 )
-from tiermoe.cluster.jobs.profile.job import Collector, Partial, profile_text, profile_trace
 from tiermoe.errors import ConfigError, StoreError, TierMoeError, TraceError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel
 

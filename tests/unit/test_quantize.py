@@ -239,7 +239,7 @@ def test_expert_outputs_of_the_stored_layout() -> None:
 def test_prepare_imports_no_torch_for_its_options() -> None:
     """What is refused is refused in milliseconds."""
     source = Path(__file__).parents[2] / "cluster" / "jobs" / "prepare"
-    for name in ("replicas.py", "calibration.py", "command.py"):
+    for name in ("replicas.py", "calibration.py", "prepare_command.py"):
         top = [line for line in (source / name).read_text().splitlines() if line.startswith(("import ", "from "))]
         assert not any("torch" in line or "transformers" in line for line in top), name
 

@@ -29,7 +29,7 @@ from tiermoe.cluster.detokenizer import IncrementalText
 from tiermoe.cluster.jobs.evaluate.text import load_heldout, load_text
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.calibration import read_windows
-from tiermoe.cluster.jobs.record.command import read_prompts
+from tiermoe.cluster.jobs.record.record_command import read_prompts
 from tiermoe.cluster.prompt import encode_prompt, load_tokenizer
 from tiermoe.errors import CheckpointError
 

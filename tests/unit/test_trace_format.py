@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster.jobs.record.job import record_with
+from tiermoe.cluster.jobs.record.record_trace import record_with
 from tiermoe.cluster.jobs.replay import replay_policy
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_split
 from tiermoe.cluster.simulate.hit_rates import result, serve

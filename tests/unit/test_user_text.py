@@ -18,7 +18,7 @@ from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.evaluate.text import load_heldout, load_text
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
-from tiermoe.cluster.jobs.record.command import read_prompts
+from tiermoe.cluster.jobs.record.record_command import read_prompts
 from tiermoe.cluster.jobs.run import _prompt_text
 from tiermoe.cluster.report.results import read_json
 from tiermoe.cluster.simulate.arrivals import azure

@@ -211,7 +211,7 @@ def prompts_of_file(file: Path, base: RunConfig, max_tokens: int, prompt_tokens:
     Raises:
         RequestError: the file is refused, or a prompt and its generated tokens exceed the model's context.
     """
-    from ..record.command import read_prompts
+    from ..record.record_command import read_prompts
 
     found = tuple(tuple(prompt[:prompt_tokens]) for prompt in read_prompts(file, base.model_dir))
     model_config = load_model_config(base.model_dir)
@@ -248,8 +248,8 @@ def record_split(
     Raises:
         TraceError: the texts repeat themselves. ConfigError, RuntimeFailure, RequestError: as `record` and `forced`.
     """
-    from ..record.command import forced, refuse_loops, repeated_share
-    from ..record.job import record
+    from ..record.record_command import forced, refuse_loops, repeated_share
+    from ..record.record_trace import record
 
     prompts, rest = forced((*texts.learn, *texts.measure), prompt_tokens, tokens)
     refuse_loops(repeated_share(prompts, rest), "the texts of the trace", "give other text")
@@ -267,7 +267,7 @@ def record_served(
     Raises:
         ConfigError, RuntimeFailure: as `record`.
     """
-    from ..record.job import record
+    from ..record.record_trace import record
 
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     record(_recording(base), (*prompts.learn, *prompts.measure), out, sampling, distances, progress)

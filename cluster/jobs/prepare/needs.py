@@ -32,7 +32,7 @@ from ...checkpoints.quantization import published_as
 from ...config import RunConfig, default_model_dir
 from ...host import shown
 from .calibration import MAX_TOKENS, shipped_calibration
-from .job import ensure_prepared, is_current, is_store, store_dir
+from .make_store import ensure_prepared, is_current, is_store, store_dir
 from .replicas import ensure_replicas
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def add_missing(
 
 def _make(need: str, store: Path, policy: PolicySettings, model_dir: Path, text: Path) -> None:
     """One artifact, without output. Torch takes seconds to import: only here."""
-    from ..profile.job import profile_text
+    from ..profile.collect_profile import profile_text
     from .measures import add_gates, add_predictors
 
     quiet = Console(quiet=True)
@@ -200,7 +200,7 @@ def making_s(policy: PolicySettings, config: RunConfig) -> float | None:
 def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
     """Operations of making one artifact; a token is taken for one byte of text, the least that it can be."""
     from ...simulate.predictors import TRAINING_ROWS
-    from ..profile.command import OUTPUT_TOKENS
+    from ..profile.profile_options import OUTPUT_TOKENS
 
     each = facts.layers * facts.expert_elements  # of one expert in each layer
     forward = 2.0 * (facts.dense_elements + facts.top_k * each)  # of one token

@@ -39,7 +39,7 @@ from ....errors import ConfigError, StoreError, UnsupportedModelError
 from ...report.tables import progress_on
 from .calibration import Windows, read_windows
 from .capture import Watcher, batches, load_model, run_batch, watching
-from .job import ORDER_WORK
+from .make_store import ORDER_WORK
 from .writer import Journal, beside, locked, publish, require_space, sweep, write_file, write_tensors
 
 _ALGORITHM = "1"  # changed when the same text gives another order: an unfinished run then starts over

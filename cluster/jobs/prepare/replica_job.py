@@ -49,7 +49,7 @@ from ....kernels.packed_ffn import Threads
 from ....limits import usable_cores
 from ...checkpoints.experts import in_order
 from ...report.tables import byte_progress
-from .job import REPLICA_WORK
+from .make_store import REPLICA_WORK
 from .replica_options import ReplicaOptions
 from .writer import Journal, beside, disk_errors, publish, require_space, write_file, write_tensors
 

@@ -26,7 +26,7 @@ from ....actors.store.replicas import (
 )
 from ....errors import ConfigError, StoreError, UnsupportedModelError
 from ...host import shown
-from .job import REPLICA_WORK, is_store
+from .make_store import REPLICA_WORK, is_store
 from .replica_options import CALIBRATION_TOKENS, ReplicaOptions
 from .writer import beside, discard, disk_errors, finished_names, locked
 

@@ -1,5 +1,5 @@
 """`tiermoe prepare --profile`: which experts of a layer stand in for each other."""
 
-from .command import ProfileOptions
+from .profile_options import ProfileOptions
 
 __all__ = ["ProfileOptions"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tiermoe.actors.store.replicas import describe_replicas
 from tiermoe.cluster.jobs.prepare import ensure_prepared, ensure_replicas, prepare, quantize
 from tiermoe.cluster.jobs.prepare.calibration import read_texts, read_windows
-from tiermoe.cluster.jobs.prepare.command import prepare_command
+from tiermoe.cluster.jobs.prepare.prepare_command import prepare_command
 from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
 from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import CheckpointError, ConfigError, TierMoeError, UnsupportedModelError

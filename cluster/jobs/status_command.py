@@ -14,7 +14,7 @@ from rich.console import Console
 from ...errors import ConfigError, RuntimeFailure, TierMoeError
 from ..registry import Entry, Registry
 from ..report.output import print_json, stdout
-from ..report.status import merged_residency, status_tables
+from ..report.status_tables import merged_residency, status_tables
 from ..report.tables import results, show
 from .options import AsJson, attached
 

@@ -179,7 +179,7 @@ class ProfileRequest:
 
     def run(self, store: Path, model_dir: Path) -> ProfileManifest:
         """Profile, and print the lengths of the buddy lists. Raises as `profile_text` and `profile_trace`."""
-        from .job import profile_text, profile_trace
+        from .collect_profile import profile_text, profile_trace
 
         if self.text is not None:
             made = profile_text(store, model_dir, self.text, self.options)

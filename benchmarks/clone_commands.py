@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from tiermoe.cluster.commands import Command
+from tiermoe.cluster.jobs.bench.bench_commands import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.cases import command
-from tiermoe.cluster.jobs.bench.command import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
 from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
 from tiermoe.cluster.report.files import check_folder
@@ -79,7 +79,7 @@ def gpu(
 ) -> None:
     """Every check and measurement that needs a GPU, in under eight minutes; exits with 1 when a check fails."""
     check_folder(out, "--out")
-    from .gpu.job import main
+    from .gpu.run_parts import main
 
     given = ["--out", str(out), "--parts", parts, "--seconds", str(seconds), "--device", device, "--sizes", sizes]
     raise typer.Exit(main(given))

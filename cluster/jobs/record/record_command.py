@@ -126,7 +126,7 @@ def record_command(
             check_length(len(prompt), max_tokens if rest is None else len(rest[number - 1]), model_config, config.kv)
         except RequestError as error:
             raise RequestError(f"prompt {number}: {error.what}", f"{error.remedy}, or pass --prompt-tokens") from error
-    from .job import record  # torch takes seconds: imported after the options are checked
+    from .record_trace import record  # torch takes seconds: imported after the options are checked
 
     console = Console(stderr=True)
     try:

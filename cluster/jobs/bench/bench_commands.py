@@ -78,7 +78,7 @@ class _Group(Group):
 @cache
 def _of_clone() -> Any:
     """The commands of `benchmarks/`, as a click group; None: this is not a clone."""
-    module = load("command")
+    module = load("clone_commands")
     return None if module is None else typer.main.get_command(module.app)
 
 
