@@ -107,7 +107,7 @@ def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[...
 
 def new_canvas(size: tuple[float, float]) -> Any:
     """An empty figure (width, height in inches)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that most commands do without
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and most commands draw nothing
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")

@@ -18,7 +18,7 @@ from tiermoe.cluster.jobs import serve
         ("limits: {waiting: -1}", [], "key 'limits.waiting' is -1"),
         ("deployment: abcdef", [], "give --attach"),
         ("limits: {request_s: 5}", [], "set request_deadline_s"),
-        ("tokenizer: /nowhere", ["--port", "0"], "no tokenizer in '/nowhere'"),
+        ("tokenizer: /nowhere", [], "no tokenizer in '/nowhere'"),
         ("", ["--api-key-file", "/nowhere/key"], "cannot be read"),
         ("", ["--chat-template", "/nowhere/template"], "cannot be read"),
         ("", ["--deployment", "abcdef"], "--attach"),
@@ -39,7 +39,7 @@ def test_what_is_wrong_is_refused_in_one_line(
     file.write_text(text)
     if text:
         options = [*options, "--server-config", str(file)]
-    assert words in command.refusal("serve", "--device", "cpu", *options)
+    assert words in command.refusal("serve", "--device", "cpu", "--port", "0", *options)
 
 
 def test_options_come_over_the_servers_configuration(tmp_path: Path) -> None:
