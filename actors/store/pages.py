@@ -105,7 +105,7 @@ def check_files() -> None:
             continue
         gc.collect()  # a mapping without readers is no reason
         if mapping in _mappings:
-            raise StoreError(what, "put the file back or prepare the model again; once it verifies, it is served again")
+            raise StoreError(what, "put the file back or prepare the model again, and it is served once it verifies")
 
 
 class FileWatch:

@@ -141,7 +141,7 @@ def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
 def _one_process(given: str) -> ConfigError:
     return ConfigError(
         f"{given}: a server is one process",
-        "leave it out; start more servers with `tiermoe serve --attach`, behind a load balancer",
+        "leave it out, and start more servers with `tiermoe serve --attach`, behind a load balancer",
     )
 
 
