@@ -113,11 +113,13 @@ class FileWatch:
 
     def __init__(self) -> None:
         self._end = threading.Event()
-        threading.Thread(target=self._run, name="tiermoe-file-watch", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="tiermoe-file-watch", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Look no more. Safe to call twice."""
         self._end.set()
+        self._thread.join()
 
     def _run(self) -> None:
         while not self._end.wait(LOOK_S):
