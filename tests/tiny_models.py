@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+)
 
-from tiermoe.actors.engine.model.architecture import class_of
 from tiermoe.actors.store.replicas import REPLICAS_NAME
 
 HIDDEN = 32
@@ -123,6 +129,27 @@ _COMPOSITES: dict[str, dict[str, Any]] = {
         **_SIZES, **_HEAD, **_ROUTED, **_DENSE_FIRST,
         "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5},
     },
+    "qwen3_5_moe": {
+        **_OVERRIDES["qwen3_next"],
+        "rope_parameters": {**_ROTARY, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]},
+    },
+    "qwen4_exp": {
+        **_OVERRIDES["qwen3_next"], "rope_parameters": {**_ROTARY, "mrope_section": [2, 1, 1]}, "indexer_budget": 16,
+        "indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    },
+    "gemma4": {
+        **_SIZES, **_HEAD, "num_experts": 4, "top_k_experts": 2, "enable_moe_block": True,
+        "expert_intermediate_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB, "global_head_dim": 8,
+        "num_kv_shared_layers": 0,
+    },
+    "glm5_next": {
+        **_INDEXED_MLA, "qk_rope_head_dim": 0, "hc_mult": 2, "num_hidden_layers": 4, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "ernie4_5_vl_moe": {
+        "intermediate_size": 64, "moe_intermediate_size": [24, 24], "moe_num_experts": 4, "moe_k": 2,
+        "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 2]},
+    },
     "minimax_m3_vl": {**_SMALL, **_HEAD, **_4_LOCAL, **_INDEXED},
     "kimi_k25": {"model_type": "deepseek_v3", **_OVERRIDES["deepseek_v3"]},
     "mistral3": {"model_type": "mistral4", **_MLA, **_SIZES, **_ROUTED},
@@ -166,6 +193,12 @@ def composite_config(model_type: str) -> PretrainedConfig:
     return whole(text_config={**_BASE, **_COMPOSITES[model_type]}, **small)
 
 
+def whole_class(config: PretrainedConfig) -> Any:
+    """transformers' class of a composite configuration, with all of its towers."""
+    mappings = (AutoModelForImageTextToText._model_mapping, AutoModelForMultimodalLM._model_mapping)
+    return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+
+
 def save_tiny_checkpoint(model_type: str, directory: Path | str, seed: int = 0, **overrides: Any) -> Path:
     """Write a random float32 checkpoint, in the layout in which the architecture is published.
 
@@ -181,7 +214,7 @@ def save_tiny_checkpoint(model_type: str, directory: Path | str, seed: int = 0, 
     config = composite_config(model_type) if model_type in _COMPOSITES else tiny_config(model_type)
     for name, value in overrides.items():
         setattr(config, name, value)
-    make = class_of(config)._from_config if model_type in _COMPOSITES else AutoModelForCausalLM.from_config
+    make = whole_class(config)._from_config if model_type in _COMPOSITES else AutoModelForCausalLM.from_config
     generator_state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)

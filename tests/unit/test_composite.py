@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from serving import Tiny, greedy, prepared, reference_greedy, serving, settings
-from tiny_models import COMPOSITE_TYPES, save_tiny_checkpoint
+from tiny_models import COMPOSITE_TYPES, save_tiny_checkpoint, whole_class
 from transformers import AutoConfig
-
-from tiermoe.actors.engine.model.architecture import class_of
 
 torch.set_num_threads(1)
 
@@ -18,10 +16,11 @@ torch.set_num_threads(1)
 @pytest.mark.parametrize("model_type", COMPOSITE_TYPES)
 def test_the_text_part_gives_the_tokens_of_the_whole(model_type: str, tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(model_type, tmp_path / "checkpoint")
-    whole = class_of(AutoConfig.from_pretrained(checkpoint)).from_pretrained(checkpoint, dtype=torch.float32).eval()
+    whole = whole_class(AutoConfig.from_pretrained(checkpoint)).from_pretrained(checkpoint, dtype=torch.float32).eval()
     expected = reference_greedy(whole, Tiny.PROMPTS, Tiny.TOKENS)
     store = prepared(checkpoint, tmp_path / "store")
     dense = sum(parameter.nbytes for name, parameter in whole.named_parameters() if ".experts." not in name)
     assert store.manifest.dense.nbytes < dense  # without what sees and hears
     with serving(store, settings(0.5)) as worker:
         assert greedy(worker, Tiny.PROMPTS, Tiny.TOKENS) == expected
+        assert any("the text part is served, without" in note for note in worker.plan()["notes"])

@@ -6,6 +6,8 @@ around the text model (positions, a scale of the logits, a soft cap) stays. The 
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from ....errors import UnsupportedModelError
@@ -36,11 +38,24 @@ def from_config(config: Any, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    attention = options.get("attn_implementation")
+    if attention is not None and "text_config" in config.sub_configs:
+        options["attn_implementation"] = {"": attention, "text_config": attention}  # towers may have another only
     if type(config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
-    model = class_of(config)._from_config(config, **options)
-    _leave_out_towers(model)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    else:
+        model = class_of(config)._from_config(config, **options)
+    if model.config.get_text_config() is not model.config:
+        _leave_out_towers(model)
     return model
+
+
+def left_out(folder: Path) -> list[str]:
+    """What a checkpoint has and is not served, for the user; of its config.json."""
+    config = json.loads((folder / "config.json").read_bytes())
+    parts = [name.removesuffix("_config") for name in config if name.endswith("_config") and name != "text_config"]
+    others = [name for name in parts if name in ("vision", "audio")]
+    return [f"the text part is served, without {' and '.join(others)}"] if "text_config" in config and others else []
 
 
 def _leave_out_towers(model: Any) -> None:
@@ -62,3 +77,6 @@ def _leave_out_towers(model: Any) -> None:
         for name, child in list(owner.named_children()):
             if child not in around and child not in kept and any(True for _ in child.parameters()):
                 setattr(owner, name, None)
+    for part in model.config.sub_configs:
+        if part != "text_config":
+            setattr(model.config, part, None)  # else transformers warns of each that has no module
