@@ -139,8 +139,8 @@ _COMPOSITES: dict[str, dict[str, Any]] = {
     },
     "gemma4": {
         **_SIZES, **_HEAD, "num_experts": 4, "top_k_experts": 2, "enable_moe_block": True,
-        "expert_intermediate_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB, "global_head_dim": 8,
-        "num_kv_shared_layers": 0,
+        "expert_intermediate_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB,
+        "global_head_dim": 8, "num_kv_shared_layers": 0,
     },
     "glm5_next": {
         **_INDEXED_MLA, "qk_rope_head_dim": 0, "hc_mult": 2, "num_hidden_layers": 4, "linear_num_key_heads": 2,
