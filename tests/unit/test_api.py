@@ -16,6 +16,7 @@ from fake_api import WAIT_S, FakeBackend, ask, chat, complete, error, events, po
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api import routes
+from tiermoe.cluster.api.records import RequestRecord
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.errors import RequestError
@@ -78,14 +79,6 @@ def test_a_stream_gives_what_the_whole_answer_gives(step: int, body: dict[str, A
         if choice["logprobs"] is not None:
             for key, values in choice["logprobs"].items():
                 assert [value for part in parts for value in part["logprobs"][key]] == values, key
-
-
-def test_usage_in_a_stream() -> None:
-    body = {"prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
-    *chunks, last = events(post("/v1/completions", body))
-    assert all(chunk["usage"] is None for chunk in chunks)
-    usage = {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
-    assert (last["choices"], last["usage"]) == ([], usage | {"prompt_tokens_details": {"cached_tokens": 0}})
 
 
 def test_echo_with_logprobs_scores_the_prompt() -> None:
@@ -211,7 +204,8 @@ def test_parameters_of_other_servers_are_ignored_named_and_counted(path: str, st
 
 @pytest.mark.parametrize("usage", [True, {"include": True}])
 def test_openrouters_usage_is_that_of_a_stream(usage: Any) -> None:
-    *_, last = events(post("/v1/completions", {"prompt": "hi", "stream": True, "usage": usage}))
+    *chunks, last = events(post("/v1/completions", {"prompt": "hi", "stream": True, "usage": usage}))
+    assert all(chunk["usage"] is None for chunk in chunks)
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 5)
     assert "warning" not in post("/v1/completions", {"prompt": "hi", "usage": usage}).headers
     off = events(post("/v1/completions", {"prompt": "hi", "stream": True, "usage": {"include": False}}))
@@ -236,14 +230,6 @@ def test_the_request_of_guidellm() -> None:
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 8)
 
 
-def test_the_runtimes_failure_is_503_and_in_a_stream_an_event() -> None:
-    backend = FakeBackend()
-    backend.failure = "the worker died"
-    assert error(post("/v1/completions", {"prompt": "hi"}, backend))[0] == 503
-    *_, last = events(post("/v1/completions", {"prompt": "hi", "stream": True}, backend))
-    assert "the worker died" in last["error"]["message"]
-
-
 def test_bodies_are_bounded_whether_their_length_is_announced_or_not() -> None:
     async def stream() -> AsyncIterator[bytes]:
         for _ in range(8):
@@ -256,6 +242,27 @@ def test_bodies_are_bounded_whether_their_length_is_announced_or_not() -> None:
         return [said.status_code, unsaid.status_code]
 
     assert ask(FakeBackend(), call, limits=LimitSettings(body_bytes=1024)) == [413, 413]
+
+
+def test_bodies_together_are_bounded() -> None:
+    async def call(http: httpx.AsyncClient) -> list[int]:
+        begun, over = asyncio.Event(), asyncio.Event()
+
+        async def half() -> AsyncIterator[bytes]:
+            yield b" " * 900
+            begun.set()
+            await over.wait()
+            yield b'{"prompt": "p"}'
+
+        headers = {"Content-Type": "application/json"}
+        task = asyncio.create_task(http.post("/v1/completions", content=half(), headers=headers))
+        await begun.wait()
+        other = await http.post("/v1/completions", content=b'{"prompt": "p"}' + b" " * 200, headers=headers)
+        over.set()
+        again = await http.post("/v1/completions", json={"prompt": "p"})
+        return [other.status_code, (await task).status_code, again.status_code]
+
+    assert ask(FakeBackend(), call, limits=LimitSettings(held_bytes=1024)) == [429, 200, 200]
 
 
 def test_request_ids_come_back() -> None:
@@ -281,7 +288,7 @@ def test_a_full_queue_is_429_and_moves_on() -> None:
 
     backend = FakeBackend(max_requests=1)
     refused, others = ask(backend, call, limits=LimitSettings(waiting=1))
-    assert error(refused)[0] == 429
+    assert (error(refused)[0], "1 requests wait already" in error(refused)[2]) == (429, True)
     assert int(refused.headers["retry-after"]) >= 1
     assert others == [200, 200]
     assert error(post("/v1/completions", {"prompt": "p", "n": 3}, FakeBackend(max_requests=1),
@@ -295,7 +302,8 @@ def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     async def run() -> None:
         backend = FakeBackend()
         backend.hold = asyncio.Event()
-        service, client = serving(backend)
+        records: list[RequestRecord] = []
+        service, client = serving(backend, sinks=[records.append])
         body = json.dumps({"prompt": "hello", "stream": stream, "n": 2}).encode()
         inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
@@ -319,6 +327,8 @@ def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
         assert len(backend.cancelled) == 2
         assert service.admission.waiting == 0
         assert 'finished_reason="abort"} 2.0' in service.metrics.page().decode()
+        record = records[0]
+        assert (record.status, record.finish[0], record.reason) == (200 if stream else 499, "abort", None)
 
     asyncio.run(asyncio.wait_for(run(), WAIT_S))
 
