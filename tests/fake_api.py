@@ -172,6 +172,21 @@ def serving(
     return service, client
 
 
+def template_of(calls: str, several: str = "") -> str:
+    """A template whose calls are written so; `c` is one, `json` its arguments. several: what stands before all calls."""
+    return (
+        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+        "{{ m.content }}{% set calls = m.tool_calls or [] %}" + several + "{% for c in calls %}"
+        "{% set f = c.function %}{% set json = f.arguments | tojson %}" + calls + "{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+
+CALLS_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{\"name\": \"{{ c.function.name }}\", \"arguments\": "
+    "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endfor %}"
+)
 WAIT_S = 20.0
 Call = Callable[[httpx.AsyncClient], Awaitable[Any]]
 

@@ -10,6 +10,7 @@ import ast
 import functools
 import gc
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -202,6 +203,17 @@ def test_the_driver_needs_no_torch() -> None:
     """What `tiermoe run` imports before it deploys: a torch import would cost every run seconds."""
     light = ("cluster.cli", "cluster.config", "cluster.deploy", "cluster.prompt", "cluster.jobs.run", "cluster.report")
     assert _offenders(light, ("torch", "transformers")) == []
+
+
+def test_what_starts_often_imports_nothing_heavy() -> None:
+    """An NDP worker, a store, a channel, and a command that refuses its options: in milliseconds, whatever is lazy."""
+    code = (
+        "import sys, tiermoe.kernels.packed_ffn, tiermoe.actors.store.files, tiermoe.proto.peers, tiermoe.proto.server;"
+        "tiermoe.kernels.packed_ffn.Threads(2); heavy = {'ray', 'torch', 'transformers', 'grpc'};"
+        "assert not heavy & sys.modules.keys();"
+        "import tiermoe.cluster.jobs.prepare.prepare_command; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_shard_needs_no_transformers() -> None:
