@@ -209,10 +209,10 @@ class GpuWorker:
     def _matcher_link(self) -> Any:
         from .engine.peers.matcher import MatcherLink
 
-        settings, manifest = self._settings, self._view.manifest
-        if self._matcher is None or not settings.policy.prefetch.uses_maps:
+        maps = self._settings.policy.maps
+        if self._matcher is None or maps is None:
             return None
-        return MatcherLink(self._matcher, settings.matcher_settings, map_shape(manifest))
+        return MatcherLink(self._matcher, self._settings.matcher, maps, map_shape(self._view.manifest))
 
     def plan(self) -> dict[str, Any]:
         """The result of `start`. Raises NotServing: not started."""
