@@ -242,7 +242,7 @@ def test_what_is_imported_is_installed() -> None:
 
 
 # the date that an answer bears; when a certificate expires
-_DATED = {"cluster/api/answers.py", "cluster/api/responses.py", "cluster/api/service.py", "proto/tls.py"}
+_DATED = {"cluster/api/answers.py", "cluster/api/responses.py", "cluster/api/routes.py", "proto/tls.py"}
 
 
 def test_durations_and_deadlines_use_the_monotonic_clock() -> None:
