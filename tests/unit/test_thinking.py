@@ -101,7 +101,7 @@ def test_completions_have_no_template_and_ignore_them() -> None:
 def test_reasoning_can_be_left_out(hidden: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said = b"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes"
     harmony = tools.calling(None, "harmony")
-    monkeypatch.setattr("tiermoe.cluster.api.service.calling", lambda *_: harmony)
+    monkeypatch.setattr("tiermoe.cluster.api.model.calling", lambda *_: harmony)
 
     def shown(more: dict[str, Any]) -> tuple[str, str]:
         backend = FakeBackend({"hi": said}, step=100)

@@ -8,11 +8,12 @@ import time
 from typing import Any, get_args
 
 import pytest
-from fake_api import CALLS_TEMPLATE, FakeBackend, byte_tokenizer, error, events, post, serving, template_of
+from fake_api import CALLS_TEMPLATE, FakeBackend, byte_tokenizer, error, events, post, template_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.cluster.api.settings import ToolFormatName
+from tiermoe.cluster.api.model import ServedModel
+from tiermoe.cluster.api.settings import LimitSettings, ToolFormatName
 from tiermoe.cluster.api.templates import ChatTemplate
 from tiermoe.cluster.api.tool_parsers import Parsed, ToolCall
 from tiermoe.cluster.api.tools import TOOL_FORMATS, calling
@@ -270,10 +271,10 @@ def test_the_format_is_what_reads_what_the_template_writes(calls: str, several: 
 
 def test_marks_that_are_special_tokens_are_shown_to_the_parser() -> None:
     """GLM's and others' `<tool_call>` is a special token in some tokenizers, and text in others."""
-    tokenizer = byte_tokenizer()
-    assert not serving(FakeBackend(), template=CALLS_TEMPLATE, tokenizer=tokenizer)[0].special_calls
+    tokenizer, template = byte_tokenizer(), ChatTemplate(CALLS_TEMPLATE, {"eos_token": "<end>"})
+    assert not ServedModel("fake", {}, tokenizer, template, LimitSettings()).special_calls
     tokenizer.add_special_tokens(["<tool_call>"])
-    assert serving(FakeBackend(), template=CALLS_TEMPLATE, tokenizer=tokenizer)[0].special_calls
+    assert ServedModel("fake", {}, tokenizer, template, LimitSettings()).special_calls
 
 
 def test_a_format_may_be_named() -> None:
