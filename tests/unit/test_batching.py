@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tiermoe.actors import gpu_worker
 from tiermoe.actors.engine.serving import batching
-from tiermoe.actors.engine.serving.batching import Batcher
+from tiermoe.actors.engine.serving.batcher import Batcher
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
