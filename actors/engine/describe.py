@@ -69,8 +69,8 @@ def describe(
         "planner": None if stats.planner is None else asdict(stats.planner),
         "shards": _shards(settings, engine),
         "matcher": _matcher(settings, engine),
-        "batching": "continuous" if batcher.shares else "serial",
-        "max_requests": settings.kv.max_num_seqs if batcher.shares else 1,
+        "batching": "continuous" if batcher.shares else "turns" if batcher.max_requests > 1 else "serial",
+        "max_requests": batcher.max_requests,
         "kv_tokens": batcher.streams.capacity_tokens,
         "max_prompt_tokens": batcher.streams.limit_tokens,
         "vocabulary": batcher.streams.vocabulary,
@@ -171,9 +171,8 @@ def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> 
     """Facts that a user would not expect."""
     notes, slots = list(engine.notes), _slots(engine.stats())
     if batcher.unpaged_because is not None:
-        alone = "requests run one after another"
-        how = "a prompt runs in one pass, without a prefix cache" if batcher.shares else alone
-        notes.append(f"{how}: {batcher.unpaged_because}")
+        how = "share forward passes" if batcher.shares else "take turns" if batcher.max_requests > 1 else "run alone"
+        notes.append(f"requests {how}, prompts run whole, no prefix is kept: {batcher.unpaged_because}")
     if pinned is not None and pinned.problem is not None:
         notes.append(
             f"not all experts could be pinned where they lie ({pinned.problem}): {size(pinned.copied)} were copied to "

@@ -21,6 +21,7 @@ class Batcher(Protocol):
     streams: Streams
     unpaged_because: str | None  # why the KV cache is not paged; None: it is
     shares: bool  # whether requests share forward passes
+    max_requests: int  # under way at once
     attention: Attention | None  # on the paged cache; None: there is none
 
     @property

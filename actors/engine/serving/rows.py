@@ -1,5 +1,5 @@
 """Continuous batching on a model's own cache, for what a paged cache does not hold: running states, convolutions,
-latent and indexed attention.
+latent attention.
 
     prompt   a request's prompt runs alone, in one forward, which makes its cache
     join     its cache becomes a row of the others': keys and values are padded on the left, states are stacked
@@ -7,7 +7,8 @@ latent and indexed attention.
     leave    rows of requests that ended go, with the padding that only they needed
 
 The mask and the positions of each row are those of its own tokens, as in a batch of `generate` padded on the left. A
-model whose cache has layers of another kind (compressed keys) keeps a cache for each request, and they take turns.
+model whose cache has layers of another kind keeps a cache for each request, and they take turns: compressed keys have
+no padding, and an index that chooses keys chooses others among padded ones, in transformers' own batches, too.
 """
 
 from __future__ import annotations
@@ -32,12 +33,11 @@ from .sampling import PromptScorer, next_tokens, pick_of, prompt_rows
 from .streams import Outbox, SequenceWatcher, Stream, Streams
 
 # dimensions of the requests and of the tokens
-_BY_TOKEN = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, 1), "indexer_position_ids": (1, -1)}
+_BY_TOKEN = {"keys": (0, -2), "values": (0, -2)}
 _STATES = ("conv_states", "recurrent_states")
 _KINDS = {
     cache_utils.DynamicLayer,
     cache_utils.DynamicSlidingWindowLayer,
-    cache_utils.DynamicIndexedLayer,
     cache_utils.LinearAttentionLayer,
     cache_utils.LinearAttentionAndFullAttentionLayer,
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
@@ -134,7 +134,7 @@ class RowBatcher:
 
     Attributes:
         attention, replays: nothing, as it has no paged cache.
-        shares: whether requests share forward passes.
+        shares: whether requests share forward passes; else they take turns, or `kv.batching` is serial.
 
     Raises:
         UnsupportedModelError: the model generates nothing, as one request shows. TierMoeError: an expert or a policy
@@ -154,8 +154,9 @@ class RowBatcher:
         self.streams: Streams = open_streams(model, kv, watcher, tokenizer)
         self._model, self._watcher = model, watcher
         self._lengths = lengths_of(model)
-        self.shares = kv.batching != "serial" and not self._lengths.any
-        self._most, self._tokens = kv.max_num_seqs if self.shares else 1, kv.num_blocks * kv.page_size
+        self.max_requests = 1 if kv.batching == "serial" or self._lengths.any else kv.max_num_seqs
+        self.shares = self.max_requests > 1
+        self._tokens = kv.num_blocks * kv.page_size
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
         self._places = "position_ids" in inspect.signature(model.forward).parameters
@@ -237,7 +238,7 @@ class RowBatcher:
         """The request whose prompt runs next: the first that came, if it has room."""
         self._waiting = [stream for stream in self._waiting if self.streams.is_open(stream.name)]
         rows = [row for batch in self._batches for row in batch.rows]
-        if not self._waiting or len(rows) >= self._most:
+        if not self._waiting or len(rows) >= self.max_requests:
             return None
         longest = max(row.most for row in [*rows, Row(self._waiting[0])])
         if rows and (len(rows) + 1) * longest > self._tokens:
@@ -249,8 +250,9 @@ class RowBatcher:
         self._try(batch, [stream])
         if not batch.rows:
             return
+        self.shares = self.shares and joins(batch.cache)
         first = self._batches[0] if self._batches else None
-        if self.shares and first is not None and joins(batch.cache) and joins(first.cache):
+        if self.shares and first is not None:
             join(first.cache, batch.cache)
             first.rows += batch.rows
         else:
