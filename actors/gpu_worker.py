@@ -420,7 +420,7 @@ def _record(model: Any, batcher: Any) -> list[str]:
     from .engine.serving.recorded import Recorded
 
     if batcher.attention != "triton":
-        because = batcher.serial_because or "its attention takes another kernel"
+        because = batcher.unpaged_because or "its attention takes another kernel"
         return [f"decode steps are no CUDA graphs: {because}"]
     recorded = Recorded(model)
     batcher.record(recorded)
@@ -458,7 +458,7 @@ def make_batcher(
     model: Any, kv: KvSettings, watcher: Any = None, attention: Attention = "auto", tokenizer: str | None = None,
     memory: Any = None, otherwise: Attention | None = None,
 ) -> Any:  # fmt: skip
-    """Continuous batching if the model allows it, else one request after another.
+    """Continuous batching, on the paged cache if the model allows it, else on its own.
 
     Args:
         watcher: a `SequenceWatcher`, which gets the rows of each forward pass.
@@ -467,12 +467,13 @@ def make_batcher(
         otherwise: the attention that is tried where the model does not allow `attention`; None: none.
 
     Raises:
-        UnsupportedModelError: `kv.batching` is continuous and the model does not allow it.
+        UnsupportedModelError: `kv.batching` is continuous and the model does not allow a paged cache; or no token came.
     """
-    from .engine.serving.batching import ContinuousBatcher, SerialBatcher
+    from .engine.serving.batching import ContinuousBatcher
+    from .engine.serving.rows import RowBatcher
 
     if kv.batching == "serial":
-        return SerialBatcher(model, kv, "asked for", watcher, tokenizer)
+        return RowBatcher(model, kv, "asked for", watcher, tokenizer)
     tried = [attention, *([otherwise] if otherwise not in (None, attention) else [])]
     for name in tried:
         try:
@@ -484,4 +485,4 @@ def make_batcher(
                 memory.close()
             why = error.what
         gc.collect()  # the cache of the one that failed, before there is another
-    return SerialBatcher(model, kv, why, watcher, tokenizer)
+    return RowBatcher(model, kv, why, watcher, tokenizer)

@@ -231,8 +231,8 @@ class KvSettings(Settings):
         default=True, description="with budget auto, expert slots use the KV cache's memory until requests need it"
     )
     batching: Literal["auto", "continuous", "serial"] = Field(
-        default="auto", description="continuous: requests share forward passes and the paged KV cache; serial: "
-        "one request at a time; auto: continuous where the model's attention allows it",
+        default="auto", description="auto: requests share forward passes, on the paged KV cache where the model allows it, "
+        "else on its own; continuous: on the paged one only; serial: one request at a time",
     )  # fmt: skip
 
     @model_validator(mode="before")

@@ -13,7 +13,7 @@ from ..store.format import Published
 from .cache.device import PinReport
 from .engine import ExpertEngine
 from .peers.shards import account, owners
-from .serving.batching import Batcher
+from .serving.batcher import Batcher
 from .stats import EngineStats
 
 _REPORT_S = 5.0
@@ -69,8 +69,8 @@ def describe(
         "planner": None if stats.planner is None else asdict(stats.planner),
         "shards": _shards(settings, engine),
         "matcher": _matcher(settings, engine),
-        "batching": "continuous" if batcher.serial_because is None else "serial",
-        "max_requests": settings.kv.max_num_seqs if batcher.serial_because is None else 1,
+        "batching": "continuous" if batcher.shares else "turns" if batcher.max_requests > 1 else "serial",
+        "max_requests": batcher.max_requests,
         "kv_tokens": batcher.streams.capacity_tokens,
         "max_prompt_tokens": batcher.streams.limit_tokens,
         "vocabulary": batcher.streams.vocabulary,
@@ -170,8 +170,9 @@ def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, An
 def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> list[str]:
     """Facts that a user would not expect."""
     notes, slots = list(engine.notes), _slots(engine.stats())
-    if batcher.serial_because is not None:
-        notes.append(f"requests run one after another: {batcher.serial_because}")
+    if batcher.unpaged_because is not None:
+        how = "share forward passes" if batcher.shares else "take turns" if batcher.max_requests > 1 else "run alone"
+        notes.append(f"requests {how}, prompts run whole, no prefix is kept: {batcher.unpaged_because}")
     if pinned is not None and pinned.problem is not None:
         notes.append(
             f"not all experts could be pinned where they lie ({pinned.problem}): {size(pinned.copied)} were copied to "

@@ -28,12 +28,12 @@ ARCHITECTURES = [
     "hunyuan_v1_moe",
     "afmoe",
     "cohere2_moe",
-    "lfm2_moe",  # convolution layers: requests run one after another
+    "lfm2_moe",  # convolution layers: on its own cache
     "minimax",  # linear attention: likewise
     "deepseek_v4",  # compressed keys: likewise
     "hy_v4",  # chosen keys: likewise
 ]
-# In every run: a common one, shared experts with latent attention, biases, serial batching. The others are slow.
+# In every run: a common one, shared experts with latent attention, biases, a cache of its own. The others are slow.
 ALWAYS = frozenset(("qwen3_moe", "deepseek_v3", "gpt_oss", "lfm2_moe"))
 TOKENS = 16
 

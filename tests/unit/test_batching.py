@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from tiermoe.actors import gpu_worker
 from tiermoe.actors.engine.serving import batching
-from tiermoe.actors.engine.serving.batching import Batcher
+from tiermoe.actors.engine.serving.batcher import Batcher
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
@@ -241,7 +241,7 @@ def free_kv(worker: GpuWorker) -> float:
 @BOTH
 def test_requests_in_flight_together(workers: dict[str, GpuWorker], expected: list[list[int]], batching: str) -> None:
     worker = workers[batching]
-    assert (batcher_of(worker).serial_because is None) == (batching == "continuous")
+    assert (batcher_of(worker).unpaged_because is None) == (batching == "continuous")
     found = generate(worker, [numbered(i) for i in range(4)])
     assert [g.token_ids for g in found] == [tokens[:TOKENS] for tokens in expected]
     assert all((g.finish, g.error) == ("length", None) for g in found)
@@ -348,7 +348,7 @@ def test_an_id_may_be_used_again_at_once(
     workers: dict[str, GpuWorker], expected: list[list[int]], batching: str
 ) -> None:
     """Guards two bugs: the manager dropped the new request with the old one (a stream without end), and the
-    serial batcher went on with the old request and gave its tokens to the new one."""
+    batcher of one row went on with the old request and gave its tokens to the new one."""
     worker = workers[batching]
     for _ in range(3):
         stream = worker.submit(numbered(1, "same", max_tokens=4 * TOKENS))
@@ -484,24 +484,17 @@ def test_scores_that_are_no_numbers_end_their_request_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of a broken checkpoint. Guards a greedy request that went on with token 0, and a drawn one that ended all."""
-    worker, steps = workers[batching], import_module("tiermoe.actors.engine.serving.steps")
-    if batching == "continuous":
-        real, bad_steps = steps.next_tokens, iter([False, False, True])
+    module = import_module(f"tiermoe.actors.engine.serving.{'steps' if batching == 'continuous' else 'rows'}")
+    worker, together = workers[batching], 2 if batching == "continuous" else 1
+    real, bad_steps = module.next_tokens, iter([False, False, True])
 
-        def spoilt(logits: torch.Tensor, rows: int, *rest: Any) -> list[int]:
-            if rows == 2 and next(bad_steps, False):
-                logits = logits.clone()
-                logits[0, 0] = float("nan")
-            return real(logits, rows, *rest)
+    def spoilt(logits: torch.Tensor, rows: int, *rest: Any) -> list[int]:
+        if rows == together and next(bad_steps, False):
+            logits = logits.clone()
+            logits[0, 0] = float("nan")
+        return real(logits, rows, *rest)
 
-        monkeypatch.setattr(steps, "next_tokens", spoilt)
-    else:
-        progress = import_module("tiermoe.actors.engine.serving.batching")._Progress
-        plain, times = progress.sample, iter([False, False, True])
-        spoil = float("nan")
-        monkeypatch.setattr(
-            progress, "sample", lambda self, scores: plain(self, scores * spoil if next(times, False) else scores)
-        )
+    monkeypatch.setattr(module, "next_tokens", spoilt)
     bad, good = worker.submit(numbered(0, "bad", **own)), worker.submit(numbered(1))
     events = list(bad)
     assert events[-1].error_type == "CheckpointError"
@@ -556,15 +549,15 @@ def tiermoe_threads() -> list[str]:
 
 @pytest.mark.parametrize("architecture", ["deepseek_v4", "hy_v4", "mimo_v2_flash", "deepseek_v3"])
 def test_what_continuous_batching_changed_is_put_back(architecture: str) -> None:
-    """Guards the serial fall-back: it kept the paged attention, and every request failed."""
+    """Guards the fall-back: it kept the paged attention, and every request failed."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture), dtype=torch.float32).eval()
     prompts = [list(range(3, 3 + length)) for length in (4, 30)]
     expected, attention = reference_greedy(model, prompts, 6, ignore_eos=True), model.config._attn_implementation
     with closing(make_batcher(model, KvSettings(page_size=16, num_blocks=16))) as batcher:
         assert model.config._attn_implementation == attention
-        assert "transformers" not in batcher.serial_because
-        assert "tensor" not in batcher.serial_because.lower()
+        assert "transformers" not in batcher.unpaged_because
+        assert "tensor" not in batcher.unpaged_because.lower()
         requests = [asked(str(len(p)), tuple(p), max_tokens=6, ignore_eos=True) for p in prompts]
         assert [gathered(batcher.submit(request)).token_ids for request in requests] == expected
 
@@ -743,7 +736,7 @@ class Late(Lru):
 def test_the_failure_of_a_policy_is_said_as_it_is(
     mixtral_store: Any, batching: str, at_start: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards the reason: the probe called it a model that cannot be batched, and ran all requests serially."""
+    """Guards the reason: the probe called it a model that cannot be batched, and ran it on its own cache."""
     (tmp_path / "late_policy.py").write_text(_LATE)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "late.yaml").write_text("name: late\nlossless: true\neviction: late_policy:Late\n")

@@ -176,7 +176,7 @@ def test_a_worker_serves_it_by_default(checkpoints: Any, alone: Any, tmp_path: P
     """`compile: auto` traces the model, which left a tensor of the trace in it: every request failed."""
     store = prepared(checkpoints["phimoe"], tmp_path / "store")
     with serving(store, settings(0.5, "next-gate")) as worker:
-        assert worker.batcher.serial_because is None
+        assert worker.batcher.unpaged_because is None
         found = greedy(worker, prompts(), TOKENS)
     stop = 2
     assert found == [t[: t.index(stop) + 1] if stop in t else t for t in alone["phimoe"]]

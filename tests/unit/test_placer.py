@@ -263,7 +263,7 @@ def test_static_placement_counts_where_no_calibration_is(store: ExpertStore, exp
         assert len(held) == worker.engine.hot_per_layer * len(worker.stats().layers)
 
 
-def test_a_model_that_is_served_serially_has_its_prefill_too(tmp_path: Path) -> None:
+def test_a_model_with_a_cache_of_its_own_has_its_prefill_too(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint("lfm2_moe", tmp_path / "checkpoint")
     lfm = prepared(checkpoint, tmp_path / "store")
     link = FakeLink(lfm.describe())

@@ -15,7 +15,8 @@ from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tiermoe.actors.engine.serving import repeat
-from tiermoe.actors.engine.serving.batching import _batching_config, open_streams
+from tiermoe.actors.engine.serving.batcher import open_streams
+from tiermoe.actors.engine.serving.batching import _batching_config
 from tiermoe.actors.engine.serving.sampling import PromptScorer
 from tiermoe.actors.engine.serving.steps import Batch, StepManager, Steps
 from tiermoe.actors.policies.routing import SequenceRows

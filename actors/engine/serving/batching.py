@@ -1,24 +1,21 @@
-"""Requests in, tokens out: continuous batching through transformers' own manager, or one request after another.
+"""Requests in, tokens out: continuous batching through transformers' own manager, on its paged cache.
 
-transformers' paged cache holds keys and values of one width of every token: no running states, no compressed or chosen
-keys, no latent attention. `generate` runs models with such layers serially (`docs/checkpoints.md` lists them).
+It holds keys and values of one width of every token: no running states, no compressed or chosen keys, no latent
+attention. Models with such layers are batched on their own caches (`rows`; `docs/checkpoints.md` lists them).
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.continuous_api import OutputRouter
-from transformers.generation.streamers import BaseStreamer
 
 from ....errors import (
     LoopDied,
@@ -29,16 +26,13 @@ from ....errors import (
     TierMoeError,
     UnsupportedModelError,
 )
-from ...policies.routing import SequenceRows
-from ...requests import GenerationRequest, SamplingParams
+from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
 from ..cuda.runtime import runtime_of
 from ..model.attention import plain_attention_of, use_paged
-from ..model.lengths import lengths_of
 from ..model.model import quiet_logger
-from .grammar import Grammars
-from .logits import processor_of
-from .sampling import PromptScorer, pick_of, prompt_rows, refuse_unbounded
+from .batcher import AGAIN, loop_died, open_streams, probed
+from .sampling import PromptScorer
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
 from .streams import Outbox, SequenceWatcher, Stream, Streams
@@ -49,35 +43,6 @@ if TYPE_CHECKING:
 
 _LOGGER = "ContinuousBatchingLogger"  # of transformers
 _END_S = 30.0  # seconds for a loop that failed to end
-_AGAIN = "send the request again"
-
-
-class Batcher(Protocol):
-    """Runs requests; see `ContinuousBatcher` and `SerialBatcher`."""
-
-    streams: Streams
-    serial_because: str | None  # why requests are not batched; None when they are
-    attention: Attention | None  # on the paged cache; None: there is none
-
-    @property
-    def replays(self) -> bool:
-        """Whether decode steps are recorded and replayed."""
-        ...
-
-
-    def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream: ...
-    def cancel(self, stream: Stream) -> bool: ...
-    def close(self) -> None: ...
-
-    @property
-    def failure(self) -> TierMoeError | None:
-        """Why generation died; None while it lives."""
-        ...
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV cache that open requests use."""
-        ...
 
 
 class _Failures(OutputRouter):
@@ -94,7 +59,7 @@ class _Failures(OutputRouter):
     def deliver(self, output: Any) -> None:
         # the manager gives the text only, while it handles the error
         name, error = output.request_id, sys.exception()
-        cause = _loop_died(error) if isinstance(error, Exception) else error
+        cause = loop_died(error) if isinstance(error, Exception) else error
         if isinstance(cause, LoopDied) and all(row.name != name for row in self._steps.carried):
             cause = NotServing(cause.what, cause.remedy)
             cause.__cause__ = error
@@ -113,7 +78,7 @@ class ContinuousBatcher:
         memory: that the paged cache shares with experts; None: it has its own.
 
     Attributes:
-        attention: as given; None where requests are served one after the other.
+        attention: as given.
 
     Raises:
         UnsupportedModelError: transformers cannot batch this model continuously, as one request shows.
@@ -123,14 +88,15 @@ class ContinuousBatcher:
     other error of a forward ends the loop for good.
     """
 
-    serial_because: str | None = None
+    unpaged_because: str | None = None
+    shares = True
 
     def __init__(
         self, model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, attention: Attention = "auto",
         tokenizer: str | None = None, memory: SharedMemory | None = None,
     ) -> None:  # fmt: skip
         self.streams = open_streams(model, kv, watcher, tokenizer)
-        self.attention = attention
+        self.attention, self.max_requests = attention, kv.max_num_seqs
         self._reviving = threading.Lock()
         self._model, self._plain = model, plain_attention_of(model)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
@@ -160,7 +126,7 @@ class ContinuousBatcher:
     def _probe(self, model: Any) -> None:
         """One short request: what the cache does not support fails in its first steps."""
         try:
-            error = _probed(self)
+            error = probed(self)
         except RuntimeFailure as failure:
             error = failure.what
         if isinstance(ours := self._fatal_error(), TierMoeError):
@@ -188,7 +154,7 @@ class ContinuousBatcher:
         # Asked again after queueing: a loop that dies in between would never look at the queue.
         if accepted is None or self._manager.background_thread_status.can_accept_new_requests() is not None:
             self.streams.abort(stream.name, "error", "the generation loop stopped")
-            failure = self.failure or RuntimeFailure("the generation loop stopped (it is ending)", _AGAIN)
+            failure = self.failure or RuntimeFailure("the generation loop stopped (it is ending)", AGAIN)
             raise failure if isinstance(failure, PolicyError) else NotServing(failure.what, failure.remedy)
         return stream
 
@@ -233,7 +199,7 @@ class ContinuousBatcher:
         error = self._manager.died or self._manager.background_thread_status.fatal_error
         if not isinstance(error, Exception) or isinstance(error, StoreError):
             return None
-        return _loop_died(error)
+        return loop_died(error)
 
     def _fatal_error(self) -> Exception | None:
         """The error that ended the loop; waits for a loop that is ending."""
@@ -265,32 +231,6 @@ class ContinuousBatcher:
             self._model.set_attn_implementation(self._plain)
 
 
-def open_streams(
-    model: Any, kv: KvSettings, watcher: SequenceWatcher | None = None, tokenizer: str | None = None
-) -> Streams:
-    """The table of requests for a model, with its stop tokens, vocabulary and limits.
-
-    Args:
-        tokenizer: the text of tokenizer.json, for grammars.
-    """
-    text = model.config.get_text_config()
-    eos = model.generation_config.eos_token_id
-    if eos is None:
-        eos = text.eos_token_id
-    positions = lengths_of(model).positions
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    ends = [eos] if isinstance(eos, int) else list(eos or [])
-    grammars = Grammars(tokenizer, vocabulary, ends)
-    return Streams(
-        capacity_tokens=kv.request_tokens,
-        eos=ends,
-        vocabulary=vocabulary,
-        positions=positions,
-        ended=watcher.end_sequence if watcher is not None else None,
-        processor_of=lambda request: processor_of(request, grammars),
-    )
-
-
 def _quiet_manager() -> AbstractContextManager[None]:
     """The manager logs errors with a traceback that we report as typed errors."""
     return quiet_logger(_LOGGER, logging.CRITICAL)
@@ -316,15 +256,6 @@ def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
     )
 
 
-def _loop_died(error: Exception) -> TierMoeError:
-    """What ends requests with the loop: a missing expert or a policy's failure as it is, else the loop's death."""
-    if isinstance(error, PolicyError | StoreError):
-        return error
-    failure = LoopDied(f"the generation loop died ({type(error).__name__}: {error})", _AGAIN)
-    failure.__cause__ = error  # an allocation that failed is found there
-    return failure
-
-
 # what transformers' paged cache does not hold, by the kind of a layer
 _NOT_PAGED = {
     "linear_attention": "it has layers with a running state in place of keys (linear attention or a state space)",
@@ -342,7 +273,7 @@ _NOT_PAGED = {
 def _unsupported(model: Any, error: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(model).__name__} cannot be batched continuously: {_in_words(model) or error}",
-        "serve it with kv.batching: serial",
+        "serve it with kv.batching: auto",
     )
 
 
@@ -359,197 +290,3 @@ def _in_words(model: Any) -> str | None:
     if any(one is None for one in sinks):
         return "some of its attention layers have sinks and others have none, which paged attention does not take"
     return None
-
-
-def _probed(batcher: ContinuousBatcher | SerialBatcher) -> str | None:
-    """Run one short request as any other; its error, or None: its tokens came."""
-    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-    last = list(batcher.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1]
-    return last.error
-
-
-class _Progress(BaseStreamer):
-    """One request under way: its tokens to the stream, when to stop, how to sample."""
-
-    def __init__(self, stream: Stream, streams: Streams) -> None:
-        self._stream, self._streams = stream, streams
-        self._prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._prompt_seen:
-            tokens = value.reshape(-1).tolist()
-            last = tokens[-1] in self._stream.stops
-            (self._streams.finish if last else self._streams.deliver)(self._stream.name, tokens)
-        self._prompt_seen = True
-
-    def end(self) -> None:
-        return None
-
-    def stopped(self) -> bool:
-        return not self._streams.is_open(self._stream.name)
-
-    def sample(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, V] with all mass on the picked token; `generate` takes the argmax."""
-        pick = pick_of(self._stream)
-        if pick is None:
-            refuse_unbounded(scores[0])
-            return scores
-        token = pick.token(scores[0], self._streams.eos, self._streams.note)
-        picked = torch.full_like(scores, float("-inf"))
-        picked[0, token] = 0.0
-        return picked
-
-
-class SerialBatcher:
-    """One request at a time, first come first served.
-
-    Attributes:
-        attention, replays: nothing, as it has no paged cache and no steps.
-
-    Args:
-        kv: its token capacity bounds a request, as with continuous batching.
-        because: why requests are not batched, for the plan's notes.
-        watcher: told before each forward pass whose rows it carries.
-        tokenizer: the text of tokenizer.json, for grammars.
-
-    Raises:
-        UnsupportedModelError: the model generates nothing, as one request shows. TierMoeError: an expert or a policy
-            failed meanwhile.
-    """
-
-    attention: Attention | None = None
-    replays = False
-
-    def __init__(
-        self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None,
-        tokenizer: str | None = None,
-    ) -> None:  # fmt: skip
-        self.serial_because = because
-        self.streams = open_streams(model, kv, watcher, tokenizer)
-        self._watcher = watcher
-        self.failure: TierMoeError | None = None
-        self._model = model
-        self._scorer = PromptScorer(model, self.streams.note_prompt)
-        self._lengths = lengths_of(model)
-        self._used_tokens = 0  # of the request under way
-        # `generate` fills what a request leaves open from here: a checkpoint's penalties, beams or minimal length
-        # would give other tokens than continuous batching does.
-        model.generation_config = GenerationConfig()
-        self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
-        self._last_error: BaseException | None = None  # of a request
-        self._thread = threading.Thread(target=self._run, name="tiermoe-serial", daemon=True)
-        self._thread.start()
-        try:
-            self._probe()
-        except BaseException:
-            self.close()
-            raise
-
-    def _probe(self) -> None:
-        """One short request: nobody is told that a model serves before a token came."""
-        error = _probed(self)
-        if isinstance(self._last_error, TierMoeError):
-            raise self._last_error
-        if error is not None:
-            raise UnsupportedModelError(
-                f"{type(self._model).__name__} does not generate here, one request at a time either: {error}",
-                "use another model or version of transformers",
-            ) from self._last_error
-
-    def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
-        """Queue a request. Raises as `ContinuousBatcher.submit`."""
-        if (failure := self.failure) is not None:
-            raise failure if isinstance(failure, PolicyError) else NotServing(failure.what, failure.remedy)
-        stream = self.streams.open(request, events)
-        self._queue.put(stream)
-        return stream
-
-    def cancel(self, stream: Stream) -> bool:
-        """End a request at its next token; False if it had ended."""
-        return self.streams.abort(stream.name, "cancelled")
-
-    def close(self) -> None:
-        """Stop after the token under way. Safe to call twice."""
-        self.streams.close()
-        self._queue.put(None)
-        self._thread.join()
-        self._scorer.close()
-
-    @property
-    def kv_usage(self) -> float:
-        """Tokens of the request under way over the most that a request may have."""
-        return self._used_tokens / self.streams.capacity_tokens
-
-    def _run(self) -> None:
-        while (stream := self._queue.get()) is not None:
-            if not self.streams.is_open(stream.name):
-                continue
-            try:
-                self._generate(stream)
-            except BaseException as error:  # the request reports it; a broken engine also refuses later ones
-                self._last_error = cause = error
-                if isinstance(error, RuntimeFailure | PolicyError):
-                    self.failure = cause = _loop_died(error)
-                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", cause)
-
-    @torch.no_grad()
-    def _generate(self, stream: Stream) -> None:
-        request, sampling = stream.request, stream.request.sampling
-        progress = _Progress(stream, self.streams)
-        ids = torch.tensor([request.fed_ids], device=self._model.device)
-        config = GenerationConfig(
-            do_sample=False,
-            max_new_tokens=sampling.max_tokens - len(request.generated),
-            eos_token_id=list(stream.stops) or None,
-            pad_token_id=0,
-        )
-        wanted = prompt_rows(stream.name, request.prompt_ids, request.scored_prompt, 0, len(request.prompt_ids), 0)
-        self._scorer.expect([wanted] if wanted is not None else [])
-        self.streams.begin(stream.name)
-        watching = self._model.register_forward_pre_hook(self._announce(stream), with_kwargs=True)
-        try:
-            with self._lengths.of([(ids.shape[1], len(request.prompt_ids))]):
-                self._model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    generation_config=config,
-                    streamer=progress,
-                    logits_processor=LogitsProcessorList([_Sample(progress)]),
-                    stopping_criteria=StoppingCriteriaList([_Stop(progress)]),
-                )
-        finally:
-            watching.remove()
-            self._used_tokens = 0
-        self.streams.finish(stream.name)
-
-    def _announce(self, stream: Stream) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-        """A hook that tells the watcher of each forward pass; the first one carries the prompt."""
-        first, prompt = True, len(stream.request.prompt_ids)
-
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal first
-            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            self._used_tokens += ids.shape[1]
-            self._lengths.expect([(ids.shape[1], self._lengths.prompt_of(prompt, prompt + len(stream.generated)))])
-            if self._watcher is not None:
-                decode = not first and ids.shape[1] == 1  # where the cache was dropped, all tokens run again
-                self._watcher.begin_forward([SequenceRows(stream.name, 0, ids.shape[1], decode)])
-            first = False
-
-        return hook
-
-
-class _Sample(LogitsProcessor):
-    def __init__(self, progress: _Progress) -> None:
-        self._progress = progress
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return self._progress.sample(scores)
-
-
-class _Stop(StoppingCriteria):
-    def __init__(self, progress: _Progress) -> None:
-        self._progress = progress
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._progress.stopped(), device=input_ids.device)

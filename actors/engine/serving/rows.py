@@ -1,0 +1,362 @@
+"""Continuous batching on a model's own cache, for what a paged cache does not hold: running states, convolutions,
+latent attention.
+
+    prompt   a request's prompt runs alone, in one forward, which makes its cache
+    join     its cache becomes a row of the others': keys and values are padded on the left, states are stacked
+    step     the next token of every row, in one forward
+    leave    rows of requests that ended go, with the padding that only they needed
+
+The mask and the positions of each row are those of its own tokens, as in a batch of `generate` padded on the left. A
+model whose cache has layers of another kind keeps a cache for each request, and they take turns: compressed keys have
+no padding, and an index that chooses keys chooses others among padded ones, in transformers' own batches, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import cache_utils
+
+from ....errors import NotServing, PolicyError, RuntimeFailure, TierMoeError, UnsupportedModelError
+from ...policies.routing import SequenceRows
+from ...requests import GenerationRequest
+from ...settings import Attention, KvSettings
+from ..model.lengths import lengths_of
+from .batcher import loop_died, open_streams, probed
+from .sampling import PromptScorer, next_tokens, pick_of, prompt_rows
+from .streams import Outbox, SequenceWatcher, Stream, Streams
+
+# dimensions of the requests and of the tokens
+_BY_TOKEN = {"keys": (0, -2), "values": (0, -2)}
+_STATES = ("conv_states", "recurrent_states")
+_KINDS = {
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    cache_utils.LinearAttentionLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
+    cache_utils.DummyLayer,
+}
+
+
+def joins(cache: Any) -> bool:
+    """Whether requests may share this cache: it has no layers but those whose tensors are known here."""
+    return type(cache) is cache_utils.DynamicCache and all(type(layer) in _KINDS for layer in cache.layers)
+
+
+def join(cache: Any, other: Any) -> None:
+    """Add the rows of another cache of the same model behind those of `cache`, aligned at their last tokens."""
+    for layer, added in zip(cache.layers, other.layers, strict=True):
+        for name, (batch, time) in _BY_TOKEN.items():
+            one, two = getattr(layer, name, None), getattr(added, name, None)
+            if one is not None and two is not None:
+                length = max(one.shape[time], two.shape[time])
+                setattr(layer, name, torch.cat([_padded(one, time, length), _padded(two, time, length)], batch))
+        for states in _STATES:
+            found = getattr(layer, states, {})
+            for number, state in found.items():
+                if state is not None:
+                    found[number] = torch.cat([state, getattr(added, states)[number]])
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = max(layer.cumulative_length, added.cumulative_length)
+
+
+def leave(cache: Any, kept: Sequence[int], length: int) -> None:
+    """Keep some rows of a cache. length: of the longest of them, in tokens."""
+    for layer in cache.layers:
+        for name, (batch, time) in _BY_TOKEN.items():
+            tensor = getattr(layer, name, None)
+            if tensor is not None:
+                rows = tensor.index_select(batch, torch.tensor(kept, device=tensor.device))
+                short = min(rows.shape[time], length)
+                setattr(layer, name, rows.narrow(time, rows.shape[time] - short, short))
+        for states in _STATES:
+            found = getattr(layer, states, {})
+            for number, state in found.items():
+                if state is not None:
+                    found[number] = state[torch.tensor(kept, device=state.device)]
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+
+def _padded(tensor: torch.Tensor, time: int, length: int) -> torch.Tensor:
+    """With zeros in front, which the mask hides."""
+    missing = length - tensor.shape[time]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[time] = missing
+    return torch.cat([tensor.new_zeros(shape), tensor], time)
+
+
+@dataclass(eq=False)
+class Row:
+    """A request under way.
+
+    length: of its tokens in the cache. next: the token that is fed next. prompt: the length that its rotary embeddings
+    go by (`SequenceLengths.prompt_of`).
+    """
+
+    stream: Stream
+    length: int = 0
+    next: int = 0
+    prompt: int = 0
+
+    @property
+    def most(self) -> int:
+        """Tokens that it may come to have."""
+        return len(self.stream.request.prompt_ids) + self.stream.request.sampling.max_tokens
+
+
+@dataclass(eq=False)
+class Batch:
+    """Requests of one cache. cache: None: it has none, and all tokens are fed again."""
+
+    rows: list[Row]
+    cache: Any = None
+
+
+class RowBatcher:
+    """Many requests in one forward pass, each a row of the model's own cache.
+
+    Args:
+        model: a transformers model on its device.
+        kv: its tokens bound all rows together, each counted as long as the longest; `batching: serial` is one row.
+        because: why the cache is not paged, for the plan's notes.
+        watcher: told before each forward pass whose rows it carries.
+        tokenizer: the text of tokenizer.json, for grammars.
+
+    Attributes:
+        attention, replays: nothing, as it has no paged cache.
+        shares: whether requests share forward passes; else they take turns, or `kv.batching` is serial.
+
+    Raises:
+        UnsupportedModelError: the model generates nothing, as one request shows. TierMoeError: an expert or a policy
+            failed meanwhile.
+
+    What fails in a forward ends the requests that it carries. A failure of the runtime or of a policy ends all.
+    """
+
+    attention: Attention | None = None
+    replays = False
+
+    def __init__(
+        self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None,
+        tokenizer: str | None = None,
+    ) -> None:  # fmt: skip
+        self.unpaged_because = because
+        self.streams: Streams = open_streams(model, kv, watcher, tokenizer)
+        self._model, self._watcher = model, watcher
+        self._lengths = lengths_of(model)
+        self.max_requests = 1 if kv.batching == "serial" or self._lengths.any else kv.max_num_seqs
+        self.shares = self.max_requests > 1
+        self._tokens = kv.num_blocks * kv.page_size
+        self._scorer = PromptScorer(model, self.streams.note_prompt)
+        self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
+        self._places = "position_ids" in inspect.signature(model.forward).parameters
+        self._batches: list[Batch] = []
+        self.failure: TierMoeError | None = None
+        self._last_error: BaseException | None = None
+        self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._waiting: list[Stream] = []
+        self._ends = False
+        self._thread = threading.Thread(target=self._run, name="tiermoe-rows", daemon=True)
+        self._thread.start()
+        try:
+            self._probe()
+        except BaseException:
+            self.close()
+            raise
+
+    def _probe(self) -> None:
+        """One short request: nobody is told that a model serves before a token came."""
+        error = probed(self)
+        if isinstance(self._last_error, TierMoeError):
+            raise self._last_error
+        if error is not None:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} does not generate here: {error}",
+                "use another model or version of transformers",
+            ) from self._last_error
+
+    def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
+        """Queue a request. Raises as `ContinuousBatcher.submit`."""
+        if (failure := self.failure) is not None:
+            raise failure if isinstance(failure, PolicyError) else NotServing(failure.what, failure.remedy)
+        stream = self.streams.open(request, events)
+        self._queue.put(stream)
+        return stream
+
+    def cancel(self, stream: Stream) -> bool:
+        """End a request at its next token; False if it had ended."""
+        return self.streams.abort(stream.name, "cancelled")
+
+    def close(self) -> None:
+        """Stop after the step under way. Safe to call twice."""
+        self.streams.close()
+        self._ends = True
+        self._queue.put(None)
+        self._thread.join()
+        self._scorer.close()
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV cache that open requests use, with the padding of their rows."""
+        batches = [batch.rows for batch in list(self._batches)]
+        used = sum(len(rows) * max((row.length for row in rows), default=0) for rows in batches)
+        return min(1.0, used / self._tokens)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while not self._ends:
+            self._receive()
+            for batch in self._batches:
+                self._drop_ended(batch)
+            self._batches = [batch for batch in self._batches if batch.rows]
+            if (stream := self._admitted()) is not None:
+                self._begin(stream)
+            for batch in list(self._batches):
+                self._try(batch, [row.stream for row in batch.rows])
+
+    def _receive(self) -> None:
+        """Requests that came; waits for one where there is nothing to do."""
+        while not self._ends:
+            try:
+                stream = self._queue.get(block=not self._batches and not self._waiting)
+            except queue.Empty:
+                return
+            if stream is not None:
+                self._waiting.append(stream)
+
+    def _admitted(self) -> Stream | None:
+        """The request whose prompt runs next: the first that came, if it has room."""
+        self._waiting = [stream for stream in self._waiting if self.streams.is_open(stream.name)]
+        rows = [row for batch in self._batches for row in batch.rows]
+        if not self._waiting or len(rows) >= self.max_requests:
+            return None
+        longest = max(row.most for row in [*rows, Row(self._waiting[0])])
+        if rows and (len(rows) + 1) * longest > self._tokens:
+            return None
+        return self._waiting.pop(0)
+
+    def _begin(self, stream: Stream) -> None:
+        batch = Batch([Row(stream)])
+        self._try(batch, [stream])
+        if not batch.rows:
+            return
+        self.shares = self.shares and joins(batch.cache)
+        first = self._batches[0] if self._batches else None
+        if self.shares and first is not None:
+            join(first.cache, batch.cache)
+            first.rows += batch.rows
+        else:
+            self._batches.append(batch)
+
+    def _try(self, batch: Batch, streams: Sequence[Stream]) -> None:
+        """A step of a batch; what it raises ends its requests."""
+        try:
+            self._step(batch)
+        except BaseException as error:  # the requests report it; a broken engine also refuses later ones
+            self._last_error = cause = error
+            ends = isinstance(error, RuntimeFailure | PolicyError)
+            if ends:
+                self.failure = cause = loop_died(error)
+            for stream in streams:
+                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", cause)
+            batch.rows = []
+            if ends:
+                self._refuse_others(cause)
+
+    def _refuse_others(self, cause: BaseException) -> None:
+        """End what the failed forward did not carry, so that another lead takes it."""
+        others = [row.stream for batch in self._batches for row in batch.rows] + self._waiting
+        why = NotServing(cause.what, cause.remedy) if isinstance(cause, RuntimeFailure) else cause
+        for stream in others:
+            self.streams.abort(stream.name, "error", str(why), why)
+        self._batches, self._waiting = [], []
+
+    def _step(self, batch: Batch) -> None:
+        """One forward, and a token for each row."""
+        rows, whole = batch.rows, self._anew(batch)
+        if whole:
+            batch.cache = None
+            row, stream = rows[0], rows[0].stream
+            tokens = [*stream.request.prompt_ids, *stream.generated]
+            row.length, ids = 0, torch.tensor([tokens], device=self._model.device)
+            if not stream.request.generated and not stream.generated:
+                self._expect_prompt(stream)
+            self.streams.begin(stream.name)
+        else:
+            ids = torch.tensor([[row.next] for row in rows], device=self._model.device)
+        fed = ids.shape[1]
+        if self._watcher is not None:
+            self._watcher.begin_forward(
+                [SequenceRows(row.stream.name, i * fed, (i + 1) * fed, not whole) for i, row in enumerate(rows)]
+            )
+        with self._lengths.of([(fed, row.prompt) for row in rows]):
+            out = self._model(input_ids=ids, past_key_values=batch.cache, use_cache=True, **self._inputs(rows, fed))
+        batch.cache = out.past_key_values
+        for row in rows:
+            row.length += fed
+        self._pick(batch, out.logits[:, -1][None])
+
+    def _anew(self, batch: Batch) -> bool:
+        """Whether all tokens of the batch's one request are fed: it begins, or its rotary embeddings are others now."""
+        row = batch.rows[0]
+        tokens = len(row.stream.request.prompt_ids) + len(row.stream.generated)
+        prompt = self._lengths.prompt_of(len(row.stream.request.prompt_ids), tokens)
+        changed, row.prompt = prompt != row.prompt and self._lengths.any, prompt
+        return batch.cache is None or changed
+
+    def _expect_prompt(self, stream: Stream) -> None:
+        request = stream.request
+        length = len(request.prompt_ids)
+        wanted = prompt_rows(stream.name, request.prompt_ids, request.scored_prompt, 0, length, 0)
+        self._scorer.expect([wanted] if wanted is not None else [])
+
+    def _inputs(self, rows: Sequence[Row], fed: int) -> dict[str, Any]:
+        """The mask [B, T], positions [B, fed], and of which rows logits are wanted."""
+        device = self._model.device
+        lengths = torch.tensor([row.length + fed for row in rows], device=device)[:, None]
+        longest = max(row.length for row in rows) + fed
+        inputs: dict[str, Any] = {
+            "attention_mask": (torch.arange(longest, device=device)[None] >= longest - lengths).long()
+        }
+        if self._places:
+            inputs["position_ids"] = lengths - fed + torch.arange(fed, device=device)[None]
+        if self._keeps:
+            inputs["logits_to_keep"] = 1
+        return inputs
+
+    def _pick(self, batch: Batch, logits: torch.Tensor) -> None:
+        """The next token of each row, from logits [1, B, V]; a row that gets none fails alone."""
+        failed: dict[int, BaseException] = {}
+        picks = [pick_of(self.streams.get(row.stream.name)) for row in batch.rows]
+        tokens = next_tokens(
+            logits, len(batch.rows), picks, self.streams.eos, self.streams.note, failed.__setitem__
+        )  # fmt: skip
+        for i, (row, token) in enumerate(zip(batch.rows, tokens, strict=True)):
+            stream, row.next = row.stream, token
+            if (error := failed.get(i)) is not None:
+                self._last_error = error
+                cause = error if isinstance(error, TierMoeError) else None
+                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", cause)
+            elif token in stream.stops or len(stream.generated) + 1 >= stream.request.sampling.max_tokens:
+                self.streams.finish(stream.name, (token,))
+            else:
+                self.streams.deliver(stream.name, (token,))
+        self._drop_ended(batch)
+
+    def _drop_ended(self, batch: Batch) -> None:
+        kept = [i for i, row in enumerate(batch.rows) if self.streams.is_open(row.stream.name)]
+        if len(kept) == len(batch.rows):
+            return
+        batch.rows = [batch.rows[i] for i in kept]
+        if kept:
+            leave(batch.cache, kept, max(row.length for row in batch.rows))
