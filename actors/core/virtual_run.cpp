@@ -123,8 +123,9 @@ const Segments& VirtualLayer::here(const Segments& needed) {
     return placed_.here;
 }
 
-void VirtualLayer::send() {
+void VirtualLayer::load() {
     if (placed_.away) of_.calls->send(place().index);
+    core_.load();
 }
 
 void VirtualLayer::look_ahead(const Given&, Asking) {

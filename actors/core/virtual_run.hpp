@@ -98,7 +98,7 @@ class VirtualLayer : public Layer {
   protected:
     bool route(const Given& given, Routed& routed) override;
     const Segments& here(const Segments& needed) override;
-    void send() override;
+    void load() override;
     void look_ahead(const Given& given, Asking asking) override;
     void compute(const Given& given, const Routed& routed) override;
 

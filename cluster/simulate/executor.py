@@ -140,7 +140,6 @@ class SimulatedEngine:
 
     Attributes:
         run: the layers of the lead's GPU.
-        context: tokens whose keys and values the last forward read in each layer.
 
     Raises:
         BudgetError: the budget holds no expert, or not one of each kind. ValueError: the split exceeds the budget.
@@ -159,7 +158,7 @@ class SimulatedEngine:
             slots, low = mixed_slots(bought, slot_bytes, packed, low_bit.share, keys)
             replicas = LowBitPart(cast(Any, PoolSize(low * packed)), [cast(Any, None)] * header.layers, low, packed)
         min_useful = settings.prefetch.min_useful
-        self.header, self.machine, self.context = header, machine, 0
+        self.header, self.machine = header, machine
         lead = self._lead = SimulatedGpu(
             header, machine, slots, policies.eviction, min_useful, policies.split, settings.evict_writeback, replicas
         )
@@ -244,11 +243,6 @@ class SimulatedEngine:
         return self._peers.ndp
 
     @property
-    def messages(self) -> int:
-        """That the lead has sent to its peers and taken from them."""
-        return self._peers.messages
-
-    @property
     def slots(self) -> int:
         """Of all GPUs."""
         return sum(cache.stats.slots for cache in self.caches)
@@ -289,11 +283,15 @@ class SimulatedEngine:
             shard.cache.begin_forward(self.cache.decode_only)
         for name, part in parts:
             self._tokens[name] = self._tokens.get(name, 0) + len(part.tokens)
-        self.context = sum(self._tokens[name] for name, _ in parts)
-        self.layers(RecordedForward(parts))
+        forward = RecordedForward(parts)
+        context = sum(self._tokens[name] for name, _ in parts)  # whose keys and values each layer reads
+        self.layers(forward, self.machine.dense(forward.tokens, context))
 
-    def layers(self, forward: RecordedForward) -> None:
-        """All layers (`core::VirtualRun`); what only some presets have is called in each layer."""
+    def layers(self, forward: RecordedForward, dense_s: float) -> None:
+        """All layers (`core::VirtualRun`); what only some presets have is called in each layer.
+
+        dense_s: of the dense part of each.
+        """
         calls, ahead = dict[str, Any](), self._ahead
         if self._prefetching is not None and (scores := self._prefetching.by_scores()) is not None:
             calls["next_ids"], calls["next_scores"] = forward.next_scores()
@@ -308,7 +306,7 @@ class SimulatedEngine:
             calls["ahead"] = partial(self._look_ahead, forward, ahead)
         if self._watchers or self._check:
             calls["ran"] = self._ran
-        self.run.forward(forward.ids, self.machine.dense(forward.tokens, self.context), **calls)
+        self.run.forward(forward.ids, dense_s, **calls)
         self._report_passes()
 
     def _layer(self, forward: RecordedForward, layer: int) -> RecordedLayer:
@@ -402,7 +400,7 @@ def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy
 
 
 def policies_of(
-    settings: PolicySettings, header: TraceHeader, machine: Machine, eviction: EvictionPolicy,
+    settings: PolicySettings, header: TraceHeader, machine: Machine, budget: float | int, eviction: EvictionPolicy,
     prefetch: PrefetchPolicy | None, popularity: NDArray[np.int64] | None = None, profile: ExpertProfile | None = None,
 ) -> Policies:  # fmt: skip
     """What a preset decides by on a machine.
@@ -412,7 +410,7 @@ def policies_of(
         popularity: [L, E], for a static placement. profile: for buddies.
 
     Raises:
-        ConfigError: the preset needs what there is not.
+        ConfigError: the preset needs what there is not. BudgetError, TraceError: as `first_split`.
     """
     others = [eviction_of(settings, header) for _ in range(machine.gpus - 1)]
     one_gpu = settings.split.kind != "off" or settings.low_bit is not None or settings.reroutes
@@ -430,8 +428,9 @@ def policies_of(
 
         artifacts = PolicyArtifacts(profile=profile)
         rerouting = make_rerouting(settings, header.layers, header.experts, True, artifacts, header.slot_bytes)
+    split = None if settings.split.kind == "off" else first_split(header, settings, budget)
     return Policies(
-        eviction, prefetch, others, trials=PrefetchTrials() if settings.adapts_prefetch else None,
+        eviction, prefetch, others, split=split, trials=PrefetchTrials() if settings.adapts_prefetch else None,
         pre_evict=make("pre_evict", settings.pre_evict, context_of(header)), rerouting=rerouting,
         popularity=popularity, settings=settings,
     )  # fmt: skip

@@ -102,18 +102,16 @@ class Peers:
 
     Attributes:
         shards: the other GPUs, ndp: the near-data devices; None: there are none.
-        messages: sent and taken so far.
     """
 
     def __init__(self, header: TraceHeader, machine: Machine, lead: SimulatedGpu) -> None:
-        self._experts, self._message_s, self._lead, self.messages = header.experts, machine.message_s, lead, 0
+        self._experts, self._message_s, self._lead = header.experts, machine.message_s, lead
         self.shards: SimulatedShards | None = None
         self.ndp: SimulatedNdp | None = None
         self._tasks: list[SimulatedTask] = []  # of the present layer
 
     def handle(self) -> None:
         """Send a message to a peer, or take one."""
-        self.messages += 1
         self._lead.clock.advance(self._message_s)
 
     def send(self, away: Sequence[Remote], routing: Routing) -> None:
@@ -223,7 +221,7 @@ class SimulatedNdp:
     """Near-data devices that share the experts (`engine.peers.remote.NdpPool`), each with a clock of its own.
 
     Attributes:
-        free_s: when each has ended its last batch. busy_s: seconds that each has worked.
+        free_s: when each has ended its last batch.
     """
 
     profile: NdpProfile
@@ -233,10 +231,9 @@ class SimulatedNdp:
     clock: Clock
     available: bool = True
     free_s: list[float] = field(default_factory=list)
-    busy_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.free_s, self.busy_s = [0.0] * self.workers, [0.0] * self.workers
+        self.free_s = [0.0] * self.workers
         keys = self.header.layers * self.header.experts
         self._owners = spread_by_bytes([1] * keys, self.workers)
         self._names = [f"ndp/{i}" for i in range(self.workers)]
@@ -262,7 +259,6 @@ class SimulatedNdp:
         cost = batch_cost(self.profile, works, nbytes, nbytes)
         begin_s = max(self.clock.now_s, self.free_s[number])
         self.free_s[number] = done_s = begin_s + cost.total_s
-        self.busy_s[number] += cost.total_s
         nothing: Any = None
         answer = ExpertResult(nothing, cost.total_s, cost.total_s, done_s - self.clock.now_s)
         return SimulatedTask("ndp", name, keys, sum(counts), done_s, answer)
