@@ -228,7 +228,7 @@ class SimulatedEngine:
     def preload(self) -> None:
         """Load every expert on its GPU."""
         keys, shards = range(self.stats.experts), self._peers.shards
-        self.cache.preload([key for key in keys if shards is None or shards.owner_of(key) == 0])
+        self.cache.core.preload([key for key in keys if shards is None or shards.owner_of(key) == 0])
         if shards is not None:
             shards.preload(keys)()
 

@@ -67,14 +67,14 @@ class SimulatedShard(SimulatedGpu):
 
     def run_part(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int]) -> ExpertResult:
         """A layer's experts with so many rows each, of `tokens` rows; the clock advances. The result has no sums."""
-        begin_s, before = self.clock.now_s, self.cache.counts(layer)
+        core, begin_s, before = self.cache.core, self.clock.now_s, self.cache.core.counts(layer)
         passed = range(self._layer + 1, layer) if layer > self._layer else range(layer)
         for index in passed:
-            self.cache.drop_stale(index, ())
+            core.drop_stale(index, [])
         self._layer = layer
         self.run.run(layer, tokens, experts, counts, list(self.keep))
         self.cache.settle_times()
-        total_s, after = self.clock.now_s - begin_s, self.cache.counts(layer)
+        total_s, after = self.clock.now_s - begin_s, core.counts(layer)
         nothing: Any = None
         measured_s = total_s - (after.blocked_io_s - before.blocked_io_s)
         return ExpertResult(nothing, measured_s, after.link_s - before.link_s, total_s)
@@ -89,9 +89,9 @@ class SimulatedShard(SimulatedGpu):
         self.keep = frozenset(keys)
         self.cache.poll()
         if preload:
-            self.cache.preload(keys)
+            self.cache.core.preload(list(keys))
         else:
-            self.cache.migrate(keys, keep_others=keep_others)
+            self.cache.core.migrate(list(keys), keep_others)
 
 
 class Peers:
@@ -142,7 +142,7 @@ class Peers:
             clock.now_s += waited_s
             self.handle()
             cache.stats.count_answer(
-                layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.decode_only
+                layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.core.decode_only
             )
         return max(task.blocked_s for task in self._tasks), max(task.link_s for task in self._tasks)
 
