@@ -143,8 +143,8 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
 
     def loaded(self: Any, of: Any) -> None:
         by_peer: dict[str, list[str]] = {}
-        for remote in of.remote:
-            by_peer.setdefault(remote.peer, []).append(f"{remote.key}{f'b{remote.bits}' if remote.bits else ''}")
+        for peer, keys, bits in of.remote:
+            by_peer[peer] = [f"{key}{f'b{width}' if width else ''}" for key, width in zip(keys, bits, strict=True)]
         for peer, keys in by_peer.items():
             log.add(f"> {peer} {' '.join(keys)}")
         begin(self, of)
@@ -156,6 +156,7 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
         log.add(f"L{of.step.index} {pairs} | {' '.join(map(str, run))} | {zlib.crc32(held.encode()):08x}")
 
     with pytest.MonkeyPatch.context() as patch:
+
         def link(clock: _core.Clock, machine: Machine) -> _core.VirtualLink:
             """Whose copies take whole ticks."""
             whole = header.slot_bytes

@@ -24,7 +24,7 @@ from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs
 from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
-from ...actors.policies.plan import Remote
+from ...actors.policies.plan import Part
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -234,20 +234,16 @@ def owners_of(header: TraceHeader, gpus: int) -> list[int]:
 
 
 def send(
-    away: Sequence[Remote], experts: int, routing: Routing, host: LeadHost, shards: SimulatedShards | None,
+    away: Sequence[Part], experts: int, routing: Routing, host: LeadHost, shards: SimulatedShards | None,
     ndp: SimulatedNdp | None,
 ) -> list[SimulatedTask]:  # fmt: skip
     """The remote experts, one batch for each peer. experts: of a layer."""
-    parts: dict[str, list[Any]] = {}
-    for remote in away:
-        parts.setdefault(remote.peer, []).append(remote)
     tasks = []
-    for name, part in parts.items():
-        keys = [remote.key for remote in part]
+    for name, keys, bits in away:
         counts = [len(routing.pairs_of([key])) for key in keys]
         host.handle()
         if ndp is not None and name.startswith("ndp/"):
-            tasks.append(ndp.run(name, keys, [remote.bits for remote in part], counts, routing.tokens))
+            tasks.append(ndp.run(name, keys, bits, counts, routing.tokens))
             continue
         assert shards is not None  # plans name no others
         needed = [key - routing.layer * experts for key in keys]
