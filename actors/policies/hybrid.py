@@ -84,7 +84,7 @@ class HybridRule(ABC):
     ) -> LayerPlan:  # fmt: skip
         """As `Auto.plan`. No rule knows several GPUs: what another one owns runs there."""
         if owners is not None:
-            mine, codes = owners.gpus == 0, np.full(len(needed), Action.OWNER, np.uint8)
+            mine, codes = owners[0] == 0, np.full(len(needed), Action.OWNER, np.uint8)
             found = self.plan(
                 layer, needed[mine], rows[mine], now_s, link_free_s, flight_keys, arrival_s, prompt_tokens
             )

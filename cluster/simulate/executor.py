@@ -34,7 +34,7 @@ from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout
-from ...actors.policies.plan import Remote
+from ...actors.policies.plan import Part, by_peer
 from ...actors.policies.prefetch import PrefetchOptions, PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
@@ -173,13 +173,10 @@ class SimulatedEngine:
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(policies)
         self._rerouting, self._check = policies.rerouting, check
         self._rules = self._make_rules(policies)
-        ahead = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
-        self._ahead: list[Any] = [*ahead, *self._placer.hooks.ahead]
-        self._watchers = self._placer.hooks.watch
+        self._ahead: list[Any] = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
         self.run.records = self._configuring is not None
         self._tokens: dict[str, int] = {}  # so far, by sequence
         self._view: RecordedLayer | None = None  # of the present layer, once somebody has read it
-        self._away: tuple[Sequence[Remote], Routing] | None = None
         self._placer.preload()
 
     def _make_placer(self, policies: Policies) -> Placer:
@@ -301,11 +298,17 @@ class SimulatedEngine:
         if self._rules:
             calls["rule"] = partial(self._reroute, forward)
         if not self._placer.local:
-            calls |= {"place": partial(self._place, forward), "send": self._send, "join": self._peers.join}
+            calls |= {"send": partial(self._peers.send, forward.tokens), "join": self._peers.join}
+            if self._placer.native is None:
+                calls["place"] = partial(self._place, forward)
+            else:
+                calls["placement"] = self._placer.native
+                if self._placer.scored_at(0):
+                    calls["show"] = lambda layer: self._placer.show(layer, self._layer(forward, layer))
         if ahead:
             calls["ahead"] = partial(self._look_ahead, forward, ahead)
-        if self._watchers or self._check:
-            calls["ran"] = self._ran
+        if self._check:
+            calls["ran"] = lambda layer: self.cache.check_integrity()
         self.run.forward(forward.ids, dense_s, **calls)
         self._report_passes()
 
@@ -326,30 +329,17 @@ class SimulatedEngine:
 
     def _place(
         self, forward: RecordedForward, layer: int, needed: list[int], experts: list[int], counts: list[int]
-    ) -> tuple[Sequence[int], AbstractSet[int], bool]:
-        """Segments that run here, residents that leave last, and whether others run on peers."""
+    ) -> tuple[Sequence[int], AbstractSet[int], list[Part]]:
+        """Segments that run here, residents that leave last, and what peers run."""
         routing = Routing.of_counts(layer, self.header.experts, forward.tokens, experts, counts)
-        for watcher in self._watchers:
-            watcher.routed(layer, routing)
         here, keep, away = self._placer.where(layer, needed, routing, self._layer(forward, layer))
-        self._away = (away, routing) if away else None
-        return here, keep, bool(away)
-
-    def _send(self, layer: int) -> None:
-        assert self._away is not None
-        self._peers.send(*self._away)
+        return here, keep, by_peer(away)
 
     def _look_ahead(self, forward: RecordedForward, hooks: Sequence[Any], layer: int) -> None:
         self._report_passes()  # before what is predicted now
         self.cache.tell_order()
         for hook in hooks:
             hook.layer(layer, self._layer(forward, layer))
-
-    def _ran(self, layer: int) -> None:
-        for watcher in self._watchers:
-            watcher.ran(layer)
-        if self._check:
-            self.cache.check_integrity()
 
     def _report_passes(self) -> None:
         if self._configuring is not None:

@@ -17,14 +17,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.core._core import Clock, Routing
+from ...actors.core._core import Clock
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.layer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs
 from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
-from ...actors.policies.plan import Remote
+from ...actors.policies.plan import Part
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -114,25 +114,21 @@ class Peers:
         """Send a message to a peer, or take one."""
         self._lead.clock.advance(self._message_s)
 
-    def send(self, away: Sequence[Remote], routing: Routing) -> None:
-        """A layer's remote experts, one batch for each peer."""
-        parts: dict[str, list[Remote]] = {}
-        for remote in away:
-            parts.setdefault(remote.peer, []).append(remote)
-        layer, ndp, base = routing.layer, self.ndp, routing.layer * self._experts
-        rows = dict(zip(routing.experts, routing.counts, strict=True))
+    def send(
+        self, tokens: int, layer: int, away: Sequence[Part], experts: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """What peers run of a layer's experts, which have so many rows each, of `tokens` rows."""
+        base, rows = layer * self._experts, dict(zip(experts, counts, strict=True))
         self._tasks = []
-        for name, part in parts.items():
-            keys = [remote.key for remote in part]
-            experts = [key - base for key in keys]
-            counts = [rows[expert] for expert in experts]
+        for name, keys, bits in away:
+            needed = [key - base for key in keys]
+            some = [rows[expert] for expert in needed]
             self.handle()
-            if ndp is not None and name.startswith("ndp/"):
-                task = ndp.run(name, keys, [remote.bits for remote in part], counts, routing.tokens)
+            if self.ndp is not None and name.startswith("ndp/"):
+                self._tasks.append(self.ndp.run(name, keys, bits, some, tokens))
             else:
                 assert self.shards is not None  # plans name no others
-                task = self.shards.run(name, layer, keys, routing.tokens, experts, counts)
-            self._tasks.append(task)
+                self._tasks.append(self.shards.run(name, layer, keys, tokens, needed, some))
 
     def join(self, layer: int) -> tuple[float, float]:
         """Wait for the answers, and take them: seconds of the GPU that waited longest, and of the busiest link."""

@@ -361,18 +361,19 @@ def test_kernels_share_memory_with_the_copy_beside_them() -> None:
 
 def test_the_parts_of_a_pass_that_are_called() -> None:
     """A rule puts expert 2 in the place of 0; of the two that are needed then, a peer runs one."""
-    linked, seen = Linked(layers=1), list[object]()
+    linked, seen, away = Linked(layers=1), list[object](), ("ndp/0", [1], [0])
 
     def says(name: str, answer: object = None) -> Callable[..., object]:
         return lambda *given: [seen.append((name, *given)), answer][1]
 
     calls = {
-        "rule": says("rule", ([1, 2], [])), "place": says("place", ([2], (), True)), "join": says("join", (9.0, 5.0)),
+        "rule": says("rule", ([1, 2], [])), "place": says("place", ([2], (), [away])), "join": says("join", (9.0, 5.0)),
     } | {name: says(name) for name in ("send", "ahead", "ran")}  # fmt: skip
     run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
     run.forward(np.array([[[0, 1]]]), 0.0, **calls)
     assert seen == [
-        ("rule", 0), ("place", 0, [1, 2], [1, 2], [1, 1]), ("send", 0), ("ahead", 0), ("join", 0), ("ran", 0),
+        ("rule", 0), ("place", 0, [1, 2], [1, 2], [1, 1]), ("send", 0, [away], [1, 2], [1, 1]),
+        ("ahead", 0), ("join", 0), ("ran", 0),
     ]  # fmt: skip
     assert linked.core.planned == ([2], 0)
     assert linked.clock.now_s == pytest.approx(2.0)  # a copy and an expert
@@ -387,7 +388,10 @@ def test_an_error_of_a_part_of_a_pass_leaves_nothing_pinned(part: str) -> None:
     def fails(*given: object) -> None:
         raise ZeroDivisionError(part)
 
-    calls = {"place": lambda *given: ([0], (), True), "send": lambda layer: None, "join": lambda layer: (0.0, 0.0)}
+    calls = {
+        "place": lambda *given: ([0], (), [("ndp/0", [1], [0])]), "send": lambda *given: None,
+        "join": lambda layer: (0.0, 0.0),
+    }  # fmt: skip
     run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
     with pytest.raises(ZeroDivisionError, match=part):
         run.forward(ids, 0.0, **calls | {part: fails})
