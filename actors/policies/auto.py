@@ -288,8 +288,8 @@ class Auto:
         gpus, held = (None, None) if owners is None else owners
         actions, workers = self._views[min(len(needed), self.experts)]
         end_s, near_s, link_s, owner_s, loads, near, waits, wanted = self.native.plan(
-            layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers, prompt_tokens, gpus, held,
-            room,
+            layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers, prompt_tokens, gpus,
+            held, room,
         )  # fmt: skip
         named = [Wanted(key, None if victim < 0 else victim, worth, fetch) for key, victim, worth, fetch in wanted]
         return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits, owner_s)

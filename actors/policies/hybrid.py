@@ -126,6 +126,11 @@ class HybridRule(ABC):
         """Seconds that an expert adds near data, where all workers share the work."""
         return self.costs.near_s * max(1.0, rows / self.costs.free_rows) / max(1, self.workers)
 
+    @property
+    def native(self) -> HybridRule:
+        """Itself: native code calls the rule."""
+        return self
+
     # -- what most rules do not use ------------------------------------------------------------------------------------
 
     def used(self, layer: int, needed: Any) -> None:

@@ -34,6 +34,10 @@ class Scripted:
 
     costs, keeps_prompt, top_k = COSTS, True, 2
 
+    @property
+    def native(self) -> Any:
+        return self
+
     def __init__(self) -> None:
         self.actions: dict[int, Action] = {}  # by expert; others: load
         self.wanted: list[Wanted] = []

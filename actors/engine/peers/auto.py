@@ -47,6 +47,11 @@ class Planner(Protocol):
     top_k: int
 
     @property
+    def native(self) -> Any:
+        """What native code asks: a `_core.Planner`, or this."""
+        ...
+
+    @property
     def keeps_prompt(self) -> bool: ...
 
     @property
@@ -251,7 +256,7 @@ class AutoPlacer(PeerPlacer):
             self._shards.place((), keep_others=True)()  # drop the placement of an earlier lead
         workers = 0 if self._pool is None else len(self._pool.members)
         planner = self.planner = self._make(self._probe(), workers, self.slots, self._states)
-        self.native.plan_by(planner.native if isinstance(planner, Auto) else planner, planner.worths)
+        self.native.plan_by(planner.native, planner.worths)
         if self._order is not None:
             self._order.bind(self._cache.residency.slots, planner.worths)
 
