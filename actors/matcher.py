@@ -34,7 +34,7 @@ from ..proto.options import ServerOptions
 from ..proto.peers import MATCHER, Directory, PeerLink, ReconnectingChannel
 from ..proto.private import own_folder
 from ..proto.server import ChannelServer
-from .policies.fmoe import ExpertMapPrefetch, Forecast
+from .policies.fmoe import ExpertMapPrefetch, Forecast, MapOptions
 from .policies.fmoe.maps import ExpertMapStore
 from .policies.sharding import shard_of
 from .settings import MatcherSettings, ShardSettings
@@ -50,7 +50,8 @@ class Matcher:
     It serves one lead: the newest iteration is the running one, and an unfinished one is dropped.
 
     Args:
-        settings: capacity, distance, what to forecast, how often to save.
+        settings: capacity, how often to save.
+        maps: the policy's distance and what to forecast.
         shape: the model of the maps.
         top_k: K, experts that its router picks for a token.
         directory: gives the host to listen on and takes the address.
@@ -69,6 +70,7 @@ class Matcher:
     def __init__(
         self,
         settings: MatcherSettings,
+        maps: MapOptions,
         shape: MapShape,
         top_k: int,
         directory: Directory,
@@ -89,13 +91,13 @@ class Matcher:
             )
         self._settings, self._shape = settings, shape
         width = min(shape.hidden, settings.width)
-        self._maps = ExpertMapStore(shape.layers, shape.experts, width, settings.distance, settings.capacity)
+        self._maps = ExpertMapStore(shape.layers, shape.experts, width, maps.distance, settings.capacity)
         path = settings.keep if settings.keep is not None else snapshot
         self._snapshot = None if path is None else Path(path)
         self._origin, self._problem = "empty", ""
         self._load_maps(settings.warm if warm is None else warm)
         self._prefetch = ExpertMapPrefetch(
-            self._maps, shape.hidden, top_k, settings.semantic, settings.dynamic, settings.learn
+            self._maps, shape.hidden, top_k, maps.semantic, maps.dynamic, settings.learn
         )
         self._lock = threading.Lock()  # the last request of a lead's old connection may overlap its new connection
         self._iteration: int | None = None

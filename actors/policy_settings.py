@@ -12,6 +12,7 @@ from .base_settings import Settings
 from .policies.activeevict import PreEvictOptions
 from .policies.context_ndp import PlacementOptions, PrecisionOptions
 from .policies.eviction import CacheOrder
+from .policies.fmoe import MapOptions
 from .policies.hobbit import LowBitOptions
 from .policies.moepic.split import SplitOptions
 from .policies.prefetch import PrefetchOptions, PrefetchPolicy
@@ -107,6 +108,11 @@ class PolicySettings(Settings):
     def low_bit(self) -> LowBitOptions | None:
         """Options of low-bit replicas for misses; None: misses are loaded in full."""
         return self.on_miss if isinstance(self.on_miss, LowBitOptions) else None
+
+    @property
+    def maps(self) -> MapOptions | None:
+        """Options of prefetch by expert maps, which a matcher carries out; None: no matcher."""
+        return self.prefetch if isinstance(self.prefetch, MapOptions) else None
 
     @property
     def replica_widths(self) -> tuple[int, ...]:

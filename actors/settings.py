@@ -176,7 +176,7 @@ class StoreSettings(Settings):
     )  # fmt: skip
 
 
-class MatcherOptions(Settings):
+class MatcherSettings(Settings):
     """The matcher of expert maps (fMoE) and the channel to it."""
 
     capacity: int = Field(
@@ -194,17 +194,6 @@ class MatcherOptions(Settings):
     snapshot_s: float = Field(default=30.0, gt=0, description="time between snapshots, while the maps change")
     transport: Transport = Field(default="auto", description=_TRANSPORT)
     deadline_s: float = Field(default=1.0, gt=0, description="age at which an answer of the matcher is discarded")
-
-
-class MatcherSettings(MatcherOptions):
-    """A matcher's options, and those of the policy.
-
-    semantic and dynamic are off in the paper's ablations: T has neither, T+S has semantic.
-    """
-
-    distance: int = Field(default=3, ge=0, le=64, description="prefetch distance in layers")
-    semantic: bool = Field(default=True, description="predict the first layers from the prompt's embedding")
-    dynamic: bool = Field(default=True, description="prefetch more experts when the match is less similar")
 
 
 class KvSettings(Settings):
@@ -307,7 +296,7 @@ class EngineOptions(Settings):
     copies: CopySettings = CopySettings()
     kv: KvSettings = KvSettings()
     ndp: NdpSettings = NdpSettings()
-    matcher: MatcherOptions = MatcherOptions()
+    matcher: MatcherSettings = MatcherSettings()
     attention: Attention = Field(
         default="auto",
         description="attention kernel; auto: sdpa where the model has it, on a GPU triton for steps that are graphs; "
@@ -338,14 +327,6 @@ class EngineSettings(EngineOptions):
     shards: ShardSettings = ShardSettings()
     store: StoreSettings = StoreSettings()
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
-
-    @property
-    def matcher_settings(self) -> MatcherSettings:
-        """The matcher's options, with the distance and the rules of the policy's prefetch."""
-        prefetch = self.policy.prefetch
-        return MatcherSettings(
-            **self.matcher.model_dump(), **prefetch.model_dump(include={"distance", "semantic", "dynamic"})
-        )
 
 
 def shared_bytes(settings: EngineSettings) -> int:

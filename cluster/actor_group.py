@@ -208,8 +208,8 @@ class ActorGroup:
         # on the matcher's node; what Ray restarts there begins with it
         folder = self._scratch if self._scratch is not None else Path(tempfile.gettempdir()) / f"tiermoe-{self.name}"
         return self._start(
-            planned, Matcher, settings.matcher_settings, map_shape(view.manifest), self._top_k, self.directory,
-            self._token, snapshot=str(folder / f"{self.name}.safetensors"), threads=1, **named,
+            planned, Matcher, settings.matcher, settings.policy.maps, map_shape(view.manifest), self._top_k,
+            self.directory, self._token, snapshot=str(folder / f"{self.name}.safetensors"), threads=1, **named,
         )  # fmt: skip
 
     def _start_lead(self, views: Sequence[Any]) -> Any:

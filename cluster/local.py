@@ -38,9 +38,9 @@ class LocalWorker(GpuWorker):
         self.ndp_processes = [WorkerProcess(Role.ndp(settings.ndp, i), store) for i in near_data]
         self.shard_processes = [WorkerProcess(Role.shard(settings, i), store) for i in range(1, settings.shards.count)]
         self.matcher_process: WorkerProcess | None = None
-        if settings.policy.prefetch.uses_maps:
+        if (maps := settings.policy.maps) is not None:
             top_k = facts_of_store(Path(store), Path(store)).top_k
-            role = Role.matcher(settings.matcher_settings, map_shape(view.manifest), top_k)
+            role = Role.matcher(settings.matcher, maps, map_shape(view.manifest), top_k)
             self.matcher_process = WorkerProcess(role)
         super().__init__(
             settings,

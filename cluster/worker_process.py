@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from ..actors.policies.fmoe import MapOptions
 from ..actors.settings import EngineSettings, MatcherSettings, NdpSettings
 from ..actors.store.artifacts import MapShape
 from ..errors import RuntimeFailure, TierMoeError
@@ -66,10 +67,11 @@ class Role:
 
     @staticmethod
     def matcher(
-        settings: MatcherSettings, shape: MapShape, top_k: int, snapshot: Path | None = None, warm: Path | None = None
-    ) -> Role:
+        settings: MatcherSettings, maps: MapOptions, shape: MapShape, top_k: int, snapshot: Path | None = None,
+        warm: Path | None = None,
+    ) -> Role:  # fmt: skip
         """The matcher of expert maps."""
-        arguments: dict[str, Any] = {"settings": settings, "shape": shape, "top_k": top_k}
+        arguments: dict[str, Any] = {"settings": settings, "maps": maps, "shape": shape, "top_k": top_k}
         arguments |= {name: str(path) for name, path in (("snapshot", snapshot), ("warm", warm)) if path is not None}
         return Role(MATCHER, "matcher", "actors.matcher:Matcher", arguments, None)
 

@@ -172,8 +172,8 @@ def emulated(store: ExpertStore, config: EngineSettings) -> Iterator[GpuWorker]:
     """A started lead; its matcher and its NDP worker are objects of this process."""
     view, policy, workers = store.describe(), config.policy, list[Any]()
     links: dict[str, Any] = {}
-    if policy.prefetch.uses_maps:
-        workers.append(Matcher(config.matcher_settings, map_shape(view.manifest), TOP_K, LocalDirectory()))
+    if policy.maps is not None:
+        workers.append(Matcher(config.matcher, policy.maps, map_shape(view.manifest), TOP_K, LocalDirectory()))
         links["matcher"] = _Link(MATCHER, workers[-1])
     if policy.uses_ndp:
         workers.append(NdpWorker(config.ndp, view.path, LocalDirectory()))

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.fmoe import ExpertMapPrefetch, Forecast
+from tiermoe.actors.policies.fmoe import ExpertMapPrefetch, Forecast, MapOptions
 from tiermoe.actors.policies.fmoe.maps import ExpertMapStore
 from tiermoe.actors.settings import MatcherSettings
 from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.proto.messages import Context
 
 SHAPE = MapShape("toy", layers=6, experts=8, hidden=12)
-SETTINGS = MatcherSettings(capacity=20, distance=2, snapshot_s=600.0)
+SETTINGS = MatcherSettings(capacity=20, snapshot_s=600.0)
+MAPS = MapOptions(kind="expert-map", distance=2)
 TOP_K = 2
 
 
@@ -53,7 +54,7 @@ def iteration(number: int, sequences: int = 1, seed: int | None = None) -> Itera
 
 def reference() -> ExpertMapPrefetch:
     """What a matcher of `SETTINGS` does, without the matcher."""
-    store = ExpertMapStore(SHAPE.layers, SHAPE.experts, SHAPE.hidden, SETTINGS.distance, SETTINGS.capacity)
+    store = ExpertMapStore(SHAPE.layers, SHAPE.experts, SHAPE.hidden, MAPS.distance, SETTINGS.capacity)
     return ExpertMapPrefetch(store, SHAPE.hidden, TOP_K)
 
 

@@ -138,7 +138,8 @@ def _matcher(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] |
     """The matcher's settings and state; None: the policy uses no matcher."""
     if engine.matcher is None:
         return None
-    chosen = settings.matcher_settings.model_dump(include={"capacity", "distance", "semantic", "dynamic", "learn"})
+    chosen = settings.matcher.model_dump(include={"capacity", "learn"})
+    chosen |= settings.policy.prefetch.model_dump(include={"distance", "semantic", "dynamic"})
     account = engine.matcher.account(_REPORT_S)
     found = {name: account.get(name) for name in ("state", "maps", "begun_from")}
     return chosen | found | {"source": engine.matcher.source, "problem": engine.matcher.problem or ""}

@@ -87,7 +87,7 @@ def make_policy(
     prefetch, layers = policy.prefetch, len(blocks)
     context = PolicyContext(layers, experts, top_k, eviction=eviction, predictors=predictors)
     made: PrefetchPolicy | None
-    if not prefetch.uses_maps:
+    if policy.maps is None:
         with _configured(policy):
             made = policy.make_prefetch(context)
     elif matcher is None:

@@ -48,7 +48,7 @@ class LowBitOptions(MissOptions):
             raise ValueError("on_miss low-bit divides the slots itself: leave split and pre_evict out")
         if policy.preload != "none":
             raise ValueError("on_miss low-bit is for caches that fill on demand: leave preload out")
-        if policy.prefetch.uses_maps or policy_class("eviction", policy.eviction.kind).uses_maps:
+        if policy.maps is not None or policy_class("eviction", policy.eviction.kind).uses_maps:
             raise ValueError("maps weigh experts in full only: on_miss low-bit takes another eviction and prefetch")
         if not self.guesses and policy.prefetch.kind != "next-gate":
             raise ValueError(f"low_bit.guesses is of prefetch next-gate, not of {policy.prefetch.kind}")

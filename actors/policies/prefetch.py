@@ -173,13 +173,8 @@ class WantedKeys(Sequence[Wanted]):
 
 @register("prefetch", "none")
 class PrefetchOptions(PolicyOptions):
-    """Options of every prefetch policy; kind none prefetches nothing.
+    """Options of every prefetch policy; kind none prefetches nothing."""
 
-    Attributes:
-        uses_maps: whether it needs a matcher of expert maps.
-    """
-
-    uses_maps: ClassVar[bool] = False
     kind: str = "none"
     distance: int = Field(
         default=1, ge=0, le=8, description="prefetch distance in layers; 0, with layerwise only: the rest of this layer"

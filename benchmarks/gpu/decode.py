@@ -209,10 +209,10 @@ class Bench:
             if policy.uses_ndp:
                 links = [near_data.link()]
                 stack.push(lambda kind, *_: near_data.close() if kind is not None else None)
-            if policy.prefetch.uses_maps:
-                maps = MapShape(shape.name, layers, shape.experts, shape.hidden)
-                process = stack.enter_context(WorkerProcess(Role.matcher(settings.matcher_settings, maps, shape.top_k)))
-                matcher = MatcherLink(process.link, settings.matcher_settings, maps)
+            if (maps := policy.maps) is not None:
+                of = MapShape(shape.name, layers, shape.experts, shape.hidden)
+                role = Role.matcher(settings.matcher, maps, of, shape.top_k)
+                matcher = MatcherLink(stack.enter_context(WorkerProcess(role)).link, settings.matcher, maps, of)
             if policy.low_bit is not None:
                 replicas = self.host.replicas(expert, policy.low_bit.bits, settings.ndp.group_size, device)
             artifacts = PolicyArtifacts(profile=profile_of(self.trace) if "profile" in policy.needs else None)

@@ -255,7 +255,7 @@ def cluster_spec(
         store_nodes=cluster.store.nodes,
         store_copies=cluster.store.copies,
         ndp=_ndp_spec(config, settings, facts) if _has_ndp(config, settings, facts, nodes) else None,
-        matcher=policy.prefetch.uses_maps,
+        matcher=policy.maps is not None,
         low_bit=low_bit,
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,
         auto=budget.in_terms if isinstance(budget := settings.budget, AutoBudget) else None,

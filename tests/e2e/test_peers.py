@@ -14,7 +14,7 @@ from channel_peer import wait_until
 from quick import quick
 from serving import Reference, greedy, serving_group, serving_locally, settings
 
-from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, MatcherOptions, ShardSettings
+from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings, MatcherSettings, ShardSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
@@ -283,7 +283,7 @@ def test_maps_on_two_gpus(store: ExpertStore, reference: Reference) -> None:
 @slow
 def test_the_matcher_is_killed(store: ExpertStore, reference: Reference, tmp_path: Path) -> None:
     """No token changes, no request fails, next-gate steps in; the restarted matcher has what it knew, and leads."""
-    kept = MatcherOptions(keep=str(tmp_path / "maps"), snapshot_s=0.02)
+    kept = MatcherSettings(keep=str(tmp_path / "maps"), snapshot_s=0.02)
     with serving_locally(store, _fmoe(0.5, matcher=kept)) as worker:
         process = worker.matcher_process
         assert process is not None

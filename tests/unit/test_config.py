@@ -197,8 +197,10 @@ def test_policies_that_contradict_themselves(lossless: str, body: str, message: 
 
 
 def test_what_a_matcher_does_is_said_by_policy_and_run() -> None:
-    found = engine_settings(RunConfig(policy="fmoe-ts", threads=1, matcher={"capacity": 7})).matcher_settings
-    assert (found.capacity, found.distance, found.semantic, found.dynamic) == (7, 3, True, False)
+    found = engine_settings(RunConfig(policy="fmoe-ts", threads=1, matcher={"capacity": 7}))
+    maps = found.policy.maps
+    assert maps is not None
+    assert (found.matcher.capacity, maps.distance, maps.semantic, maps.dynamic) == (7, 3, True, False)
 
 
 def test_hardware_profiles(tmp_path: Path) -> None:

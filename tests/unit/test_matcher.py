@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from channel_peer import wait_until
-from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
+from map_contexts import MAPS, SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
 from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.policies.fmoe import Forecast
@@ -30,7 +30,7 @@ _PATIENCE_S = 20.0
 
 def matcher(**options: Any) -> Matcher:
     directory = options.pop("directory", LocalDirectory())
-    return Matcher(options.pop("settings", SETTINGS), SHAPE, TOP_K, directory, **options)
+    return Matcher(options.pop("settings", SETTINGS), MAPS, SHAPE, TOP_K, directory, **options)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_answers_are_the_forecasts(served: Matcher, sequences: int) -> None:
 
 def test_the_last_layers_in_one_context(served: Matcher) -> None:
     """Stored like those that come alone; the answer is that of the last."""
-    policy, first = reference(), SHAPE.layers - 1 - SETTINGS.distance
+    policy, first = reference(), SHAPE.layers - 1 - MAPS.distance
     for number in range(3):
         shown = iteration(number, 2)
         expected = forecasts(policy, shown)
@@ -137,7 +137,7 @@ def test_what_is_not_for_it_is_refused(served: Matcher) -> None:
 
 def test_top_k_and_ways_are_checked() -> None:
     with pytest.raises(ConfigError, match="top_k"):
-        Matcher(SETTINGS, SHAPE, 9, LocalDirectory())
+        Matcher(SETTINGS, MAPS, SHAPE, 9, LocalDirectory())
     with pytest.raises(ConfigError, match="4 shards and connections to 1"):
         matcher(sharding=ShardSettings(count=4), shards=[PeerLink(LocalDirectory(), name=shard_name(1))])
 

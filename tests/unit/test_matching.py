@@ -17,7 +17,7 @@ import pytest
 from channel_peer import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from map_contexts import SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
+from map_contexts import MAPS, SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 from orders_reference import MapOrder
 
 from tiermoe.actors.engine.peers.matcher import MatcherLink, MatcherPrefetch, tell_eviction
@@ -33,7 +33,7 @@ from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink, shard_name
 
 _PATIENCE_S = 20.0
 _DEEP = 6 * 8  # keys of all layers
-TAIL = SHAPE.layers - 1 - SETTINGS.distance  # the first layer on which no forecast depends
+TAIL = SHAPE.layers - 1 - MAPS.distance  # the first layer on which no forecast depends
 
 
 class FakePending:
@@ -89,7 +89,7 @@ class FakeLink:
 
     def __init__(self) -> None:
         self.channels: list[FakeChannel] = []
-        self.report = HealthReport("matcher", asdict(SHAPE) | {"distance": SETTINGS.distance})
+        self.report = HealthReport("matcher", asdict(SHAPE) | {"distance": MAPS.distance})
 
     def provide(self) -> FakeChannel:
         self.channels.append(FakeChannel(self.report))
@@ -106,7 +106,7 @@ class FakeLink:
 def linked() -> Iterator[tuple[MatcherLink, FakeLink, FakeChannel]]:
     fake = FakeLink()
     channel = fake.provide()
-    with closing(MatcherLink(fake, SETTINGS, SHAPE)) as link:  # type: ignore[arg-type]
+    with closing(MatcherLink(fake, SETTINGS, MAPS, SHAPE)) as link:  # type: ignore[arg-type]
         link.start()
         assert link.wait_until_found(_PATIENCE_S)
         yield link, fake, channel
@@ -288,7 +288,7 @@ class TestSource:
         fake = FakeLink()
         fake.report = HealthReport("matcher", dict(fake.report.details) | {"experts": 9})
         fake.provide()
-        with closing(MatcherLink(fake, SETTINGS, SHAPE)) as link:  # type: ignore[arg-type]
+        with closing(MatcherLink(fake, SETTINGS, MAPS, SHAPE)) as link:  # type: ignore[arg-type]
             link.start()
             wait_until(lambda: "experts 9" in str(link.problem))
             assert link.source == "next-gate"
@@ -298,8 +298,8 @@ def test_with_a_real_matcher() -> None:
     """What comes back over a channel is what the maps say, whenever it is looked for."""
     board, policy = LocalDirectory(), reference()
     with (
-        closing(Matcher(SETTINGS, SHAPE, TOP_K, board)),
-        closing(MatcherLink(PeerLink(board, name=MATCHER), SETTINGS, SHAPE)) as link,
+        closing(Matcher(SETTINGS, MAPS, SHAPE, TOP_K, board)),
+        closing(MatcherLink(PeerLink(board, name=MATCHER), SETTINGS, MAPS, SHAPE)) as link,
     ):
         link.start()
         assert link.wait_until_found(_PATIENCE_S)

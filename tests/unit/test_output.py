@@ -15,6 +15,7 @@ import traces
 import typer
 from commands import Command
 
+from tiermoe.actors.policies.fmoe import MapOptions
 from tiermoe.actors.settings import MatcherSettings
 from tiermoe.actors.store.artifacts import MapShape
 from tiermoe.cluster import commands
@@ -84,7 +85,7 @@ def test_a_worker_process_may_print(loud: Path) -> None:
     """Its first line was taken for its address, and a full pipe stopped it."""
     import loud_policy  # type: ignore[import-not-found]
 
-    role = Role.matcher(MatcherSettings(), MapShape("model", 2, 4, 8), 2)
+    role = Role.matcher(MatcherSettings(), MapOptions(kind="expert-map"), MapShape("model", 2, 4, 8), 2)
     arguments: dict[str, Any] = {**role.arguments, "settings": loud_policy.Settings(role.arguments["settings"])}
     with WorkerProcess(Role(role.name, role.label, role.worker, arguments, None)) as process:
         assert process.pid

@@ -27,7 +27,7 @@ from ....proto.channel import Channel, Pending
 from ....proto.messages import Context, HealthReport, HealthRequest, PrefetchCommand
 from ....proto.peers import PeerLink, ReconnectingChannel
 from ...policies.eviction import EvictionPolicy
-from ...policies.fmoe import BlendPrefetch, ExpertMapEviction
+from ...policies.fmoe import BlendPrefetch, ExpertMapEviction, MapOptions
 from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, WantedKeys, joined
 from ...settings import MatcherSettings
 from ...store.artifacts import MapShape
@@ -54,19 +54,20 @@ class MatcherLink:
 
     Args:
         link: looks up the matcher's address.
-        settings: transport and deadline; distance and capacity are the matcher's.
+        settings: transport and deadline; the rest is the matcher's.
+        maps: the policy's.
         shape: of the model; a matcher for another model is not used.
 
     Attributes:
         timeline: each answered context is a span of the track `matcher`; the engine puts its own here.
     """
 
-    def __init__(self, link: PeerLink, settings: MatcherSettings, shape: MapShape) -> None:
+    def __init__(self, link: PeerLink, settings: MatcherSettings, maps: MapOptions, shape: MapShape) -> None:
         self.shape, self._deadline_s = shape, settings.deadline_s
-        self._semantic = settings.semantic  # False: the first forecast of an iteration comes with its first layer
-        expected = asdict(shape) | {"distance": settings.distance}
+        self._semantic = maps.semantic  # False: the first forecast of an iteration comes with its first layer
+        expected = asdict(shape) | {"distance": maps.distance}
         self._peer = ReconnectingChannel("matcher", link, settings.transport, expected)
-        self._tail_from = max(0, shape.layers - 1 - settings.distance)  # from here on no forecast is left to ask for
+        self._tail_from = max(0, shape.layers - 1 - maps.distance)  # from here on no forecast is left to ask for
         self._held: list[NDArray[np.float32]] = []  # probabilities of the layers that were not sent yet
         self._most = 2 * (self._tail_from + 2)  # contexts without answer: two iterations
         self._channel: Channel | None = None  # of the last publish

@@ -34,7 +34,7 @@ _LEAST = 2.0**-150  # probability: below every positive one in float32
 
 class _MapEvictionOptions(Lfu.Options):
     def check(self, policy: PolicySettings) -> None:
-        if not policy.prefetch.uses_maps:
+        if policy.maps is None:
             raise ValueError(f"eviction {self.kind} goes by maps, which prefetch {policy.prefetch.kind} does not use")
 
 
@@ -112,7 +112,6 @@ class MapOptions(PrefetchOptions):
     """Options of prefetch by expert maps."""
 
     refusal: ClassVar[str] = "semantic and dynamic are of expert maps, which prefetch {kind} does not use"
-    uses_maps: ClassVar[bool] = True
     semantic: bool = Field(default=True, description="forecast the first layers by the prompt's embedding")
     dynamic: bool = Field(default=True, description="ask for more experts where the match is less similar")
 
