@@ -297,14 +297,14 @@ class SimulatedEngine:
         self._view = None
         if self._rules:
             calls["rule"] = partial(self._reroute, forward)
-        if not self._placer.local:
+        if (placement := self._placer.native) is not None:
+            calls["placement"] = placement
+            if self._placer.scored_at(0):
+                calls["show"] = lambda layer: self._placer.show(layer, self._layer(forward, layer))
+        elif not self._placer.local:
+            calls["place"] = partial(self._place, forward)
+        if "placement" in calls or "place" in calls:
             calls |= {"send": partial(self._peers.send, forward.tokens), "join": self._peers.join}
-            if self._placer.native is None:
-                calls["place"] = partial(self._place, forward)
-            else:
-                calls["placement"] = self._placer.native
-                if self._placer.scored_at(0):
-                    calls["show"] = lambda layer: self._placer.show(layer, self._layer(forward, layer))
         if ahead:
             calls["ahead"] = partial(self._look_ahead, forward, ahead)
         if self._check:
