@@ -133,7 +133,6 @@ lint: $(VENV)/.installed-dev
 stub: $(VENV)/.installed-dev
 	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.actors.core._core -o actors/core/_core.pyi
 	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.kernels._cpu -o kernels/_cpu.pyi
-	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.kernels._planner -o kernels/_planner.pyi
 	$(BIN)/python -m nanobind.stubgen -q -m tiermoe.kernels._launch -o kernels/_launch.pyi
 
 clean:

@@ -170,14 +170,6 @@ setup(
             extra_compile_args=[*COMMON, *BINDING, "-ffp-contract=fast"],
             language="c++",
         ),
-        extension(  # apart, so that a change of the planner compiles no kernels
-            "tiermoe.kernels._planner",
-            sources=["kernels/cpu/nanobind.cpp", "kernels/cpu/planner_module.cpp"],
-            include_dirs=["kernels/cpu", *NANOBIND],
-            # no contraction: predicted seconds must not depend on the processor
-            extra_compile_args=[*COMMON, *BINDING, "-ffp-contract=off"],
-            language="c++",
-        ),
         extension(
             "tiermoe.kernels._launch",
             sources=["kernels/cpu/nanobind.cpp", "kernels/triton/launch_module.cpp"],
@@ -197,6 +189,8 @@ setup(
                 "actors/core/maps_module.cpp",
                 "actors/core/module.cpp",
                 "actors/core/order_module.cpp",
+                "actors/core/planned.cpp",
+                "actors/core/planner_module.cpp",
                 "actors/core/python_layer.cpp",
                 "actors/core/routing_module.cpp",
                 "actors/core/stream_link.cpp",

@@ -40,6 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.policies.auto import Auto, Costs, Without
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.simulate.shapes import shape_named
@@ -47,7 +48,6 @@ from tiermoe.cluster.simulate.statistics import loads
 from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, agreement, blurred, top
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.cluster.yaml_file import read_yaml
-from tiermoe.kernels import _planner
 
 SHAPES = {  # dense bytes of a layer, by our count of attention, shared experts and norms
     "mixtral-8x7b": 84e6, "qwen3-30b-a3b": 38e6, "gpt-oss-120b": 53e6, "deepseek-v3": 231e6,
@@ -208,7 +208,7 @@ def _uses(ids: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """Decode steps of requests together, as `_planner.replay` takes them."""
+    """Decode steps of requests together, as `_core.replay` takes them."""
 
     needed: NDArray[np.int32]
     rows: NDArray[np.int32]
@@ -269,7 +269,7 @@ def replayed(
     believed = costs._replace(copy_s=costs.copy_s * belief[0], near_s=near_s, near_busy_s=busy_s)
     slots = max(1, int(cell.budget * drawn.experts))
     shape = (drawn.layers, drawn.experts, drawn.top_k, cell.batch, steps.rounds, drawn.prompt)
-    decode_s, prompt_s, error, tokens, prompts, needed, hits, loads, ran_near, waits, fills, fetched = _planner.replay(
+    decode_s, prompt_s, error, tokens, prompts, needed, hits, loads, ran_near, waits, fills, fetched = _core.replay(
         RULES.index(name), slots, shape, steps.needed, steps.rows, steps.count, steps.predicted[recall], steps.share,
         steps.prompts, drawn.popular, float(drawn.tokens), costs, believed, int(Without[without]),
         (started or name == "auto") if start is None else start, planner_s, steps.first,
@@ -291,7 +291,7 @@ def planner_us(shape_name: str, batch: int, layers: int = 8, rounds: int = 5) ->
     states = np.zeros((layers, experts), np.uint8)
     states[:, : max(1, experts // 4)] = 2
     costs = Cell(shape_name, "flat", 0.25, 25.0, 100.0, batch).costs()
-    planner = Auto(_planner, layers, experts, k, max(1, experts // 4), costs, 1, states)
+    planner = Auto(layers, experts, k, max(1, experts // 4), costs, 1, states)
     inputs = []
     for _ in range(8):
         ids = np.stack([rng.permutation(experts)[:k] for _ in range(batch)])

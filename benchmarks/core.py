@@ -22,6 +22,7 @@ from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
 from tiermoe.cluster.jobs.replay import engine_for
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import load_machine
+from tiermoe.cluster.simulate.recorded import RecordedForward
 from tiermoe.cluster.simulate.trace import Trace
 
 from .cases import Core
@@ -79,9 +80,9 @@ def _replayed(preset: str) -> tuple[float, float]:
     engine = engine_for(settings, header, load_machine(header, None, 16.0, 10.0), budget)
     layers, spent_s = engine.layers, [0.0]
 
-    def timed(*args: object) -> None:
+    def timed(forward: RecordedForward, dense_s: float) -> None:
         begin_s = time.thread_time()
-        layers(*args)
+        layers(forward, dense_s)
         spent_s[0] += time.thread_time() - begin_s
 
     engine.layers = timed  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ from tiermoe.actors.policies.baselines import Predictor
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from tiermoe.actors.policies.cost import NdpProfile
 from tiermoe.actors.policies.fmoe import ExpertMapPolicy
-from tiermoe.actors.policies.plan import Remote
+from tiermoe.actors.policies.plan import Part
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.actors.policies.registry import make
 from tiermoe.actors.store.artifacts import PolicyArtifacts
@@ -120,12 +120,11 @@ class LoggedPeers(Peers):
 
     log: ClassVar[Log]
 
-    def send(self, away: Sequence[Remote], routing: _core.Routing) -> None:
-        by_peer: dict[str, list[str]] = {}
-        for remote in away:
-            by_peer.setdefault(remote.peer, []).append(f"{remote.key}{f'b{remote.bits}' if remote.bits else ''}")
-        self.log.sent = [f"> {peer} {' '.join(keys)}" for peer, keys in by_peer.items()]
-        super().send(away, routing)
+    def send(self, tokens: int, layer: int, away: Sequence[Part], experts: Any, counts: Any) -> None:
+        for peer, keys, bits in away:
+            said = [f"{key}{f'b{width}' if width else ''}" for key, width in zip(keys, bits, strict=True)]
+            self.log.sent.append(f"> {peer} {' '.join(said)}")
+        super().send(tokens, layer, away, experts, counts)
 
 
 class LoggedRun(_core.VirtualRun):
@@ -141,10 +140,11 @@ class LoggedRun(_core.VirtualRun):
         self, ids: Any, dense_s: float, *, place: Any = None, ahead: Any = None, ran: Any = None, **calls: Any
     ) -> None:
         pairs = list[tuple[int, int]]()
+        planned = "placement" in calls  # by native code, of the routing as picked
 
         def placed(layer: int, needed: Any, experts: Any, counts: Any) -> Any:
             pairs[:] = zip(experts, counts, strict=True)
-            return (needed, (), False) if place is None else place(layer, needed, experts, counts)
+            return (needed, (), []) if place is None else place(layer, needed, experts, counts)
 
         def looked_ahead(layer: int) -> None:
             if ahead is not None:
@@ -154,11 +154,12 @@ class LoggedRun(_core.VirtualRun):
             self.log.sent = []
 
         def has_run(layer: int) -> None:
-            self._say(layer, pairs)
+            routing = _core.Routing(layer, len(self._core.states) // len(ids), ids[layer]) if planned else None
+            self._say(layer, pairs if routing is None else zip(routing.experts, routing.counts, strict=True))
             if ran is not None:
                 ran(layer)
 
-        super().forward(ids, dense_s, place=placed, ahead=looked_ahead, ran=has_run, **calls)
+        super().forward(ids, dense_s, place=None if planned else placed, ahead=looked_ahead, ran=has_run, **calls)
 
     def run(self, layer: int, tokens: int, experts: Any, counts: Any, keep: Any) -> None:
         super().run(layer, tokens, experts, counts, keep)

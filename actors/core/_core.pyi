@@ -400,6 +400,101 @@ class AskedLog:
 
     def take(self) -> list: ...
 
+class Planner:
+    """
+    The planner of `auto` (kernels/cpu/planner.hpp), which actors/policies/auto.py documents. Arrays are contiguous; each
+    method raises ValueError for numbers out of range and arrays of another size.
+    """
+
+    def __init__(self, layers: int, experts: int, top_k: int, slots: int, workers: int, costs: tuple[float, float, float, float, float, float, float, float], states: numpy.typing.NDArray[numpy.uint8 | numpy.bool], without: int) -> None:
+        """
+        costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense. states [L, E] are read in place.
+        """
+
+    def plan(self, layer: int, needed: numpy.typing.NDArray[numpy.int32], rows: numpy.typing.NDArray[numpy.int32], now_s: float, link_free_s: float, flight_keys: numpy.typing.NDArray[numpy.int32], arrival_s: numpy.typing.NDArray[numpy.float64], action: numpy.typing.NDArray[numpy.uint8 | numpy.bool], worker: numpy.typing.NDArray[numpy.uint8 | numpy.bool], prompt_tokens: float, gpus: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None, held: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None, room: int) -> tuple[float, float, float, float, int, int, int, list[tuple[int, int, float, bool]]]:
+        """
+        end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s, prefetch of each background copy.
+        """
+
+    def predict(self, layer: int, ids: numpy.typing.NDArray[numpy.int32], ranks: int) -> None:
+        """Experts that a later layer is predicted to need."""
+
+    def used(self, layer: int, needed: numpy.typing.NDArray[numpy.int32], share: numpy.typing.NDArray[numpy.float32] | None) -> None:
+        """A layer has run."""
+
+    def prompt_end(self, counts: numpy.typing.NDArray[numpy.int64], tokens: float, requests: int, batch: int) -> None:
+        """Prompts have run: V is what they say of each expert."""
+
+    def popularity(self, counts: numpy.typing.NDArray[numpy.int64], tokens: float, top_k: int, batch: int) -> None:
+        """Popularity from elsewhere."""
+
+    def resize(self, slots: int) -> None:
+        """Another number of slots."""
+
+    def admit(self, key: int) -> tuple[bool, int]:
+        """Whether an expert takes a slot, and whose; -1: of none."""
+
+    def worth(self, key: int) -> float:
+        """Seconds that keeping an expert is worth: S of its layer times V."""
+
+    def values(self) -> int:
+        """The address of V, float64 [L, E], which lives as long as the planner."""
+
+    def saw(self, part: int, expected_s: float, seen_s: float) -> None:
+        """Correct a part of the costs."""
+
+    def took(self, seen_s: float) -> None:
+        """A layer's seen time."""
+
+    def filled(self) -> None:
+        """A background copy of a miss has ended."""
+
+    def costs(self) -> tuple[float, float, float, float, float, float, float, float]:
+        """Costs as corrected."""
+
+    def followed(self) -> tuple[int, float, float, float, float]:
+        """
+        The rule that is followed (0: its own), seconds of a token as seen, and of on-demand, fill and split.
+        """
+
+    def error(self) -> float:
+        """Mean error of predicted layer times, as a share of the time."""
+
+def replay(rule: int, slots: int, shape: tuple[int, int, int, int, int, int], needed: numpy.typing.NDArray[numpy.int32], rows: numpy.typing.NDArray[numpy.int32], count: numpy.typing.NDArray[numpy.int32], predicted: numpy.typing.NDArray[numpy.int32], share: numpy.typing.NDArray[numpy.float32], prompts: numpy.typing.NDArray[numpy.int64], popular: numpy.typing.NDArray[numpy.int64], popular_tokens: float, truth: tuple[float, float, float, float, float, float, float, float], belief: tuple[float, float, float, float, float, float, float, float], without: int, start: bool, planner_s: float, first: int) -> tuple[float, float, float, int, int, int, int, int, int, int, int, int]:
+    """
+    A rule on a stated machine, for `bench auto` (`planner_replay.hpp`).
+
+    shape: layers, experts, top_k, batch, rounds, prompt_tokens. Gives decode_s, prompt_s, error, tokens, prompts,
+    needed, hits, loads, near, waits, fills, prefetches.
+    """
+
+class Placement:
+    """Who runs a layer's experts."""
+
+class PlannedPlacement(Placement):
+    """As a planner of misses says."""
+
+    def __init__(self, core: Core, order: WholeOrder | None, pool: object | None, gpus: object | None, stats: object, states: object, miss: int, stream: int) -> None: ...
+
+    def plan_by(self, planner: object, worths: object) -> None:
+        """
+        A `Planner`, or an object with the methods of `policies.auto.Auto`. worths [L, E] are read in place.
+        """
+
+    def begin(self, rows: Sequence[tuple[int, int, object]], prompt: bool, local: bool) -> None:
+        """
+        A forward begins. rows: start, stop and uses of each sequence; uses [L, E]: of a prompt, added to in place.
+        """
+
+    @property
+    def local(self) -> bool: ...
+
+    @local.setter
+    def local(self, arg: bool, /) -> None: ...
+
+    @property
+    def missed(self) -> float | None: ...
+
 class CpuLayers:
     def __init__(self) -> None: ...
 
@@ -475,6 +570,9 @@ class PythonLayer(Layer):
     """A layer whose parts are methods of Python (`engine.layer.Pass`)."""
 
     def __init__(self, core: Core, index: int, experts: int, neurons: int, all: CpuLayers) -> None: ...
+
+    def placement(self, of: Placement) -> None:
+        """In place of `parts.place`."""
 
     def run(self, parts: object) -> object:
         """One pass; what `parts.combine` gives."""
@@ -680,10 +778,11 @@ class VirtualRun:
 
     def __init__(self, core: Core, link: VirtualLink, clock: Clock, expert_s: float, expert_row_s: float, share: float, load_byte_s: float, miss_s: float, neurons: int) -> None: ...
 
-    def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, *, next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, scores: ByScores | None = None, last_rows: Sequence[int] = [], rule: object | None = None, place: object | None = None, send: Callable[[int], None] | None = None, ahead: Callable[[int], None] | None = None, join: Callable[[int], tuple[float, float]] | None = None, ran: Callable[[int], None] | None = None) -> None:
+    def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, *, next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, scores: ByScores | None = None, last_rows: Sequence[int] = [], placement: Placement | None = None, rule: object | None = None, place: object | None = None, show: Callable[[int], None] | None = None, send: object | None = None, ahead: Callable[[int], None] | None = None, join: Callable[[int], tuple[float, float]] | None = None, ran: Callable[[int], None] | None = None) -> None:
         """
         All layers of a forward. ids: as picked [L, T, K]. dense_s: of each layer. next_ids, next_scores: by which
-        `scores` prefetches [T, L, D, P]. The others are called in each layer, in this order.
+        `scores` prefetches [T, L, D, P]. placement: decides in place of `place`. The others are called in each layer, in this
+        order.
         """
 
     def run(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int], keep: Sequence[int]) -> None:

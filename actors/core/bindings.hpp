@@ -13,6 +13,12 @@
 #include "picked.hpp"
 #include "places.hpp"
 
+namespace tiermoe::bindings {
+
+void bind_planner(nb::module_& m);  // planner_module.cpp
+
+}  // namespace tiermoe::bindings
+
 namespace tiermoe::core {
 
 using bindings::at, bindings::named, bindings::refuse;
@@ -43,6 +49,7 @@ void bind_orders(nanobind::module_& m);  // order_module.cpp
 void bind_cpu(nanobind::module_& m);     // cpu_module.cpp
 void bind_gpu(nanobind::module_& m);     // gpu_module.cpp
 void bind_maps(nanobind::module_& m);    // maps_module.cpp
+void bind_placement(nanobind::module_& m);  // planned.cpp
 void bind_python_layer(nanobind::module_& m);  // python_layer.cpp
 void bind_routing(nanobind::module_& m);  // routing_module.cpp
 void bind_streams(nanobind::module_& m);  // stream_module.cpp

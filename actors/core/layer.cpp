@@ -82,9 +82,11 @@ Stepped Layer::run(const Given& given, Asking asking) {
         core_.begin();
         send();
         load();
+        if (placement_) placement_->loaded(*this);
         look_ahead(given, asking);
         compute(given, routed);
         core_.close(peer_blocked_s_, peer_link_s_);
+        if (placement_) placement_->ran(*this);
     } catch (...) {
         core_.abandon();
         throw;

@@ -10,6 +10,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -32,6 +33,23 @@ struct Routed {
     const Picked* picked = nullptr;
     Segments low;
     std::int64_t substituted = 0, dropped = 0;
+};
+
+// Segments that a peer runs, each on its replica of so many bits; 0: in full precision.
+struct Away {
+    std::string peer;
+    Segments segments;
+    std::vector<std::uint8_t> bits;
+};
+
+// Who runs a layer's experts; without one all run on this device. One of all layers of a cache (`planned.cpp`).
+struct Placement {
+    // The routing is known: of the segments that the pass needs those that run on this device. keep: residents that leave last.
+    virtual const Segments& where(const Layer& layer, const Routed& routed, const Segments& needed, Segments& keep) = 0;
+    virtual const std::vector<Away>& away() const = 0;  // the others
+    virtual void loaded(Layer&) {}                      // the pass's loads are queued
+    virtual void ran(Layer&) {}                         // the pass is over
+    virtual ~Placement() = default;
 };
 
 // Of a layer: its number, experts, and neurons of a slot. max_rows: of an expert that the kernels take; max_pairs: of a pass.
@@ -73,6 +91,7 @@ class Layer {
     void hooks(std::function<void(const Given&)> hooks) { hooks_ = std::move(hooks); }
     void rule(std::unique_ptr<LayerRule> rule) { rule_ = std::move(rule); }
     void ahead(std::unique_ptr<LayerAhead> ahead) { ahead_ = std::move(ahead); }
+    void placement(std::shared_ptr<Placement> placement) { placement_ = std::move(placement); }
     // Throws what the core, the executor and the hooks do, and std::invalid_argument: there is no such expert. Then nothing
     // is pinned.
     Stepped run(const Given& given, Asking asking);
@@ -107,6 +126,7 @@ class Layer {
     Core& core_;
     std::unique_ptr<LayerRule> rule_;
     std::unique_ptr<LayerAhead> ahead_;
+    std::shared_ptr<Placement> placement_;  // null: all here
     Spent spent_;                       // of the present pass
     Picked picked_;                     // its routing
     Segments keep_;                     // residents that leave last

@@ -237,6 +237,8 @@ NB_MODULE(_core, m) {
         log.asked.clear();
         return found;
     });
+    tiermoe::bindings::bind_planner(m);
+    bind_placement(m);
     bind_cpu(m);
     bind_python_layer(m);
     bind_gpu(m);

@@ -4,6 +4,8 @@
 // The interpreter's lock is kept but where the pass may wait for copies.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -32,7 +34,9 @@ class PythonLayer : public Layer {
         parts_ = parts;
         struct Over {
             PythonLayer& of;
-            ~Over() { of.parts_ = nb::handle(), of.routing_.reset(), of.picked_of_ = nullptr, of.away_ = false; }
+            ~Over() {
+                of.parts_ = nb::handle(), of.routing_.reset(), of.routed_ = nullptr, of.picked_of_ = nullptr, of.away_ = false;
+            }
         } over{*this};
         Layer::run({nullptr, nullptr, nullptr, 0, 0, nullptr}, Asking::hooks);
         return std::exchange(out_, {});
@@ -48,11 +52,18 @@ class PythonLayer : public Layer {
         Routing& routing = nb::cast<Routing&>(routing_);
         if (routing.layer != place().index) throw std::invalid_argument("the routing is of another layer");
         picked_of_ = &routing;
+        routed_ = &routed;
         routed.picked = picked_of_, routed.tokens = routing.tokens, routed.top_k = routing.top_k;
         for (const nb::handle key : low) routed.low.push_back(nb::cast<Key>(key));
         return true;
     }
     const Segments& here(const Segments& needed) override {
+        if (placement_) {
+            parts_.attr("routed")();
+            const Segments& here = placement_->where(*this, *routed_, needed, keep_);
+            away_ = !placement_->away().empty();
+            return here;
+        }
         nb::object keep, here;
         std::tie(here, keep, away_) = nb::cast<std::tuple<nb::object, nb::object, bool>>(parts_.attr("place")(needed));
         here_ = nb::cast<Segments>(here);
@@ -63,7 +74,13 @@ class PythonLayer : public Layer {
         return here_;
     }
     void send() override {
-        if (away_) parts_.attr("send")();
+        if (!away_) return;
+        if (placement_) {
+            nb::list remote;
+            for (const Away& to : placement_->away()) remote.append(nb::make_tuple(to.peer, to.segments, to.bits));
+            parts_.attr("remote") = remote;
+        }
+        parts_.attr("send")();
     }
     void load() override {
         const nb::gil_scoped_release others;
@@ -104,6 +121,7 @@ class PythonLayer : public Layer {
 
     nb::handle parts_;
     nb::object routing_, out_;
+    const Routed* routed_ = nullptr;
     Routing* picked_of_ = nullptr;
     Segments here_;
     bool away_ = false;  // some of it runs on peers
@@ -117,6 +135,8 @@ void bind_python_layer(nb::module_& m) {
                             CpuLayers& all) {
             new (made) PythonLayer(core, {index, experts, neurons, 0, 0}, KernelTable{}, all);
         }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 6>(), "core"_a, "index"_a, "experts"_a, "neurons"_a, "all"_a)
+        .def("placement", [](PythonLayer& layer, std::shared_ptr<Placement> of) { layer.placement(std::move(of)); }, "of"_a,
+             "In place of `parts.place`.")
         .def("run", &PythonLayer::run, "parts"_a, "One pass; what `parts.combine` gives.");
 }
 

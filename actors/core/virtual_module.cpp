@@ -4,13 +4,18 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings.hpp"
 #include "virtual_run.hpp"
@@ -24,6 +29,7 @@ namespace {
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;   // [L, T, K]
 using Next = nb::ndarray<const std::int64_t, nb::ndim<4>, nb::c_contig, nb::device::cpu>;  // [T, L, D, P]
 using NextScores = nb::ndarray<const double, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using PeerPart = std::tuple<std::string, Segments, std::vector<std::uint8_t>>;  // `policies.plan.Part`
 
 Recorded recorded(const VirtualRun& run, const Ids& ids, double dense_s, const std::optional<Next>& next_ids,
                   const std::optional<NextScores>& next_scores, const ByScores* scores, const Segments& last_rows) {
@@ -56,17 +62,28 @@ decltype(Calls::rule) rule_of(const nb::object& rule) {
     };
 }
 
-// Of what `place` gives: (segments here, residents that leave last, whether others run on peers).
+// Of what `place` gives: (segments here, residents that leave last, what peers run: name, keys and bits of each).
 decltype(Calls::place) place_of(const nb::object& place, Core& core) {
     if (place.is_none()) return {};
-    return [&place, &core](std::int64_t layer, const Segments& needed, const Segments& experts, const Segments& counts) {
-        const auto [here, keep, away] = nb::cast<std::tuple<Segments, nb::object, bool>>(place(layer, needed, experts, counts));
-        Placed found{here, {}, away};
+    return [&place, &core](std::int64_t layer, const Segments& needed, const Picked& picked) {
+        auto [here, keep, away] = nb::cast<std::tuple<Segments, nb::object, std::vector<PeerPart>>>(
+            place(layer, needed, picked.experts, picked.counts));
+        Placed found{std::move(here), {}, {}};
+        for (auto& [peer, keys, bits] : away) found.away.push_back({std::move(peer), std::move(keys), std::move(bits)});
         bool absent = false;  // else nobody leaves
         for (Segment s : found.here) absent |= core.state(s) == State::absent;
         if (absent)
             for (const nb::handle key : keep) found.keep.push_back(nb::cast<Key>(key));
         return found;
+    };
+}
+
+decltype(Calls::send) send_of(const nb::object& send) {
+    if (send.is_none()) return {};
+    return [&send](std::int64_t layer, const std::vector<Away>& away, const Picked& picked) {
+        std::vector<PeerPart> parts;
+        for (const Away& to : away) parts.emplace_back(to.peer, to.segments, to.bits);
+        send(layer, parts, picked.experts, picked.counts);
     };
 }
 
@@ -87,17 +104,19 @@ void bind_virtual(nb::module_& m) {
            "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
         .def("forward", [](VirtualRun& run, Ids ids, double dense_s, std::optional<Next> next_ids,
                            std::optional<NextScores> next_scores, const ByScores* scores, const Segments& last_rows,
-                           nb::object rule, nb::object place, decltype(Calls::send) send, decltype(Calls::ahead) ahead,
+                           std::shared_ptr<Placement> placement, nb::object rule, nb::object place,
+                           decltype(Calls::show) show, nb::object send, decltype(Calls::ahead) ahead,
                            decltype(Calls::join) join, decltype(Calls::ran) ran) {
             const Recorded of = recorded(run, ids, dense_s, next_ids, next_scores, scores, last_rows);
-            const Calls calls{rule_of(rule), place_of(place, run.core()), std::move(send), std::move(ahead), std::move(join),
-                              std::move(ran)};
-            run.forward(of, scores, calls);
+            const Calls calls{rule_of(rule), place_of(place, run.core()), std::move(show), send_of(send), std::move(ahead),
+                              std::move(join), std::move(ran)};
+            run.forward(of, scores, placement, calls);
         }, "ids"_a, "dense_s"_a, nb::kw_only(), "next_ids"_a = nb::none(), "next_scores"_a = nb::none(),
-           "scores"_a = nb::none(), "last_rows"_a = Segments(), "rule"_a = nb::none(), "place"_a = nb::none(),
-           "send"_a = nb::none(), "ahead"_a = nb::none(), "join"_a = nb::none(), "ran"_a = nb::none(),
+           "scores"_a = nb::none(), "last_rows"_a = Segments(), "placement"_a = nb::none(), "rule"_a = nb::none(),
+           "place"_a = nb::none(), "show"_a = nb::none(), "send"_a = nb::none(), "ahead"_a = nb::none(), "join"_a = nb::none(), "ran"_a = nb::none(),
            "All layers of a forward. ids: as picked [L, T, K]. dense_s: of each layer. next_ids, next_scores: by which\n"
-           "`scores` prefetches [T, L, D, P]. The others are called in each layer, in this order.")
+           "`scores` prefetches [T, L, D, P]. placement: decides in place of `place`. The others are called in each layer, in this\n"
+           "order.")
         .def("run", [](VirtualRun& run, std::int64_t layer, std::int64_t tokens, const Segments& experts,
                        const Segments& counts, const Segments& keep) {
             if (layer < 0 || layer >= static_cast<std::int64_t>(run.layers())) refuse("there is no such layer", layer);

@@ -14,7 +14,16 @@ VirtualRun::VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs&
     for (std::int64_t i = 0; i < core.layout().layers; ++i) layers_.push_back(std::make_unique<VirtualLayer>(core, i, of_));
 }
 
-void VirtualRun::forward(const Recorded& recorded, const ByScores* scores, const Calls& calls) {
+void VirtualRun::forward(const Recorded& recorded, const ByScores* scores, const std::shared_ptr<Placement>& placement,
+                         const Calls& calls) {
+    struct Placing {  // of this forward alone: no collector sees what a placement holds of Python
+        std::vector<std::unique_ptr<VirtualLayer>>& layers;
+        void by(const std::shared_ptr<Placement>& placement) const {
+            for (auto& layer : layers) layer->placement(placement);
+        }
+        ~Placing() { by(nullptr); }
+    } placing{layers_};
+    placing.by(placement);
     of_.passes.drop();
     of_.recorded = &recorded, of_.scores = scores, of_.calls = &calls, of_.part = nullptr;
     const std::int64_t pairs = recorded.tokens * recorded.top_k;
@@ -96,6 +105,7 @@ void VirtualLayer::prefetch(const ByScores& scores) {
 
 bool VirtualLayer::route(const Given& given, Routed& routed) {
     routed.picked = &picked_;
+    routed_ = &routed;
     if (of_.part) {
         picked_.expect(of_.part->experts.data(), static_cast<std::int64_t>(of_.part->experts.size()));
         if (!picked_.take(of_.part->experts, of_.part->counts, key(0))) throw std::invalid_argument("experts come once, with a count each");
@@ -106,25 +116,39 @@ bool VirtualLayer::route(const Given& given, Routed& routed) {
     std::optional<Rerouted> rerouted;
     if (of_.calls->rule) rerouted = of_.calls->rule(place().index);
     if (rerouted) {
+        if (placement_) throw Broken("a layer that a native placement decides is not rerouted");
         ids = rerouted->pairs.data(), pairs = static_cast<std::int64_t>(rerouted->pairs.size());
         routed.low = std::move(rerouted->low);
     }
     picked_.expect(ids, pairs);
     picked_.sort(ids, given.tokens, pairs, pairs, key(0));
+    if (placement_) {  // which counts the rows of sequences
+        picked_.place();
+        picked_.group(ids, pairs);
+    }
     return true;
 }
 
 const Segments& VirtualLayer::here(const Segments& needed) {
-    placed_.away = false;
+    const Calls& calls = *of_.calls;
+    away_ = nullptr;
     if (of_.part) keep_ = of_.part->keep;
-    if (!of_.calls->place) return needed;
-    placed_ = of_.calls->place(place().index, needed, picked_.experts, picked_.counts);
+    if (placement_) {
+        if (calls.show) calls.show(place().index);
+        const Segments& here = placement_->where(*this, *routed_, needed, keep_);
+        if (!placement_->away().empty()) away_ = &placement_->away();
+        return here;
+    }
+    if (!calls.place) return needed;
+    placed_ = calls.place(place().index, needed, picked_);
+    if (!placed_.away.empty()) away_ = &placed_.away;
     keep_ = placed_.keep;
     return placed_.here;
 }
 
-void VirtualLayer::send() {
-    if (placed_.away) of_.calls->send(place().index);
+void VirtualLayer::load() {
+    if (away_) of_.calls->send(place().index, *away_, picked_);
+    core_.load();
 }
 
 void VirtualLayer::look_ahead(const Given&, Asking) {
@@ -144,7 +168,7 @@ void VirtualLayer::compute(const Given&, const Routed&) {
         if (first == stop) break;
         kernels(first, stop);
     }
-    if (placed_.away) std::tie(peer_blocked_s_, peer_link_s_) = of_.calls->join(place().index);
+    if (away_) std::tie(peer_blocked_s_, peer_link_s_) = of_.calls->join(place().index);
 }
 
 }  // namespace tiermoe::core

@@ -48,17 +48,18 @@ struct Rerouted {
     Segments pairs, low;
 };
 
-// Where a layer's segments run. away: some run on peers. keep: residents that leave last.
+// Where a layer's segments run. keep: residents that leave last.
 struct Placed {
     Segments here, keep;
-    bool away = false;
+    std::vector<Away> away;
 };
 
 // What Python does in a layer, in this order. Empty: nothing; the routing is as picked, and all runs here.
 struct Calls {
     std::function<std::optional<Rerouted>(std::int64_t)> rule;  // none: as picked
-    std::function<Placed(std::int64_t, const Segments& needed, const Segments& experts, const Segments& counts)> place;
-    std::function<void(std::int64_t)> send;                       // where some run on peers
+    std::function<Placed(std::int64_t, const Segments& needed, const Picked& picked)> place;
+    std::function<void(std::int64_t)> show;                     // before a native placement decides
+    std::function<void(std::int64_t, const std::vector<Away>& away, const Picked& picked)> send;
     std::function<void(std::int64_t)> ahead;                      // the layer's loads are queued, and `ByScores` has run
     std::function<std::pair<double, double>(std::int64_t)> join;  // the peers' answers: `Core::close`
     std::function<void(std::int64_t)> ran;
@@ -98,7 +99,7 @@ class VirtualLayer : public Layer {
   protected:
     bool route(const Given& given, Routed& routed) override;
     const Segments& here(const Segments& needed) override;
-    void send() override;
+    void load() override;
     void look_ahead(const Given& given, Asking asking) override;
     void compute(const Given& given, const Routed& routed) override;
 
@@ -107,7 +108,9 @@ class VirtualLayer : public Layer {
     void kernels(std::int64_t first, std::int64_t stop);  // of a stretch of the plan
 
     Virtual& of_;
-    Placed placed_;
+    const Routed* routed_ = nullptr;  // of the present pass
+    Placed placed_;                   // what `calls->place` says of it
+    const std::vector<Away>* away_ = nullptr;
 };
 
 class VirtualRun {
@@ -118,8 +121,8 @@ class VirtualRun {
     std::size_t layers() const { return layers_.size(); }
     Passes& passes() { return of_.passes; }
     Core& core() { return layers_.at(0)->core(); }
-    // One forward. scores: what prefetches in native code, or null.
-    void forward(const Recorded& recorded, const ByScores* scores, const Calls& calls);
+    // One forward. scores: what prefetches in native code, or null. placement: decides in place of `calls.place`, or null.
+    void forward(const Recorded& recorded, const ByScores* scores, const std::shared_ptr<Placement>& placement, const Calls& calls);
     // A layer's rows that another device has sent: `tokens` of them.
     void run(std::int64_t layer, std::int64_t tokens, const Part& part);
 

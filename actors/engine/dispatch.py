@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..policies.plan import Remote
 from .cache.cache import ExpertCache
 from .host_view import HostViews, LayerView, pairs_of, upload
 
@@ -75,11 +74,10 @@ class DeviceBackend:
         outgoing, peer_named = of.view.outgoing, self._peer_named
         assert outgoing is not None  # of `look`
         assert peer_named is not None  # other passes have no peers
-        parts: dict[str, list[Remote]] = {}
-        for remote in of.remote:
-            parts.setdefault(remote.peer, []).append(remote)
         weights, decode = of.view.weights, self.cache.decode_only
-        return [peer_named(name).send(of.routing, part, outgoing, weights, decode) for name, part in parts.items()]
+        return [
+            peer_named(name).send(of.routing, keys, bits, outgoing, weights, decode) for name, keys, bits in of.remote
+        ]
 
     def begin(self, of: Pass) -> _Rows:
         hidden, began_s = of.view.hidden, time.perf_counter() if self.cache.timeline.enabled else 0.0

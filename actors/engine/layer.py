@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import _core
-from ..policies.plan import Remote, Where
+from ..policies.plan import Part, Where, by_peer
 from .cache.cache import ExpertCache
 from .stats import LayerStats
 
@@ -184,12 +184,14 @@ class Placer:
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
         hooks: what it adds to each layer's step; those ahead only where it plans.
+        native: decides in place of `where`; None: `where` does.
     """
 
     may_be_local = local = True
     hot_per_layer: int | None = None
     hooks: Hooks = Hooks()
     keep: frozenset[int] = NO_KEYS
+    native: _core.Placement | None = None
 
     def __init__(self, cache: ExpertCache) -> None:
         self._cache = cache
@@ -207,8 +209,12 @@ class Placer:
         return None
 
     def scored_at(self, layer: int) -> Sequence[int]:
-        """The layers whose routers' scores on this layer's input `plan` reads."""
+        """The layers whose routers' scores on this layer's input it reads."""
         return ()
+
+    def show(self, layer: int, view: Any) -> None:
+        """A layer's routing is known, and `native` decides next: read the routers' scores."""
+        return None
 
     def resized(self) -> None:
         """The cache has another number of slots."""
@@ -227,7 +233,7 @@ class Pass:
     """The parts of one pass that are in Python, called by the core in this order (`core::PythonLayer`).
 
     Attributes:
-        step: whose pass it is. view: of its inputs. routing: as it runs. remote: experts that run elsewhere.
+        step: whose pass it is. view: of its inputs. routing: as it runs. remote: experts that run elsewhere, by peer.
         calls: to peers. work: what the backend keeps.
     """
 
@@ -237,7 +243,7 @@ class Pass:
 
     def __init__(self, step: MoeLayer, view: Any, low: frozenset[int] | None) -> None:
         self.step, self.view, self._low = step, view, low
-        self.remote: Sequence[Remote] = ()
+        self.remote: Sequence[Part] = ()
         self.calls: Sequence[RemoteCall] = ()
         self._joining: Iterator[RemoteCall] = iter(())
         self.work: Any = None
@@ -250,13 +256,21 @@ class Pass:
         self.routing = self.view.routing(step.index, step.experts)
         return self.routing, low
 
+    def routed(self) -> None:
+        """The experts' segments are known, and a native placement decides next; it sets `remote`."""
+        step = self.step
+        for watcher in step.hooks.watch:
+            watcher.routed(step.index, self.routing)
+        step.placer.show(step.index, self.view)
+
     def place(self, needed: Sequence[int]) -> tuple[Sequence[int], AbstractSet[int], bool]:
         """Who runs the segments: those that run here, residents that leave last, and whether others are sent."""
         step, routing = self.step, self.routing
         for watcher in step.hooks.watch:
             watcher.routed(step.index, routing)
-        here, keep, self.remote = step.placer.where(step.index, needed, routing, self.view)
-        return here, keep, bool(self.remote)
+        here, keep, remote = step.placer.where(step.index, needed, routing, self.view)
+        self.remote = by_peer(remote)
+        return here, keep, bool(remote)
 
     def send(self) -> None:
         """What is here is pinned."""
@@ -321,6 +335,8 @@ class MoeLayer:
         self.observers: list[Observer] = []
         self.check = check
         self._pass = _core.PythonLayer(cache.core, index, experts, cache.neurons, _core.CpuLayers())
+        if placer.native is not None:
+            self._pass.placement(placer.native)
         self.native: NativeLayer | None = None
         self._looks = True  # in Python, before a pass in a native call
         self._view: Any = None  # of such a pass

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core import _core
 from .context_ndp import PlacementOptions
 from .registry import register
 
@@ -240,7 +240,6 @@ class Auto:
     Microseconds by shape: `docs/results/auto.md`. Deterministic: equal calls give equal plans.
 
     Args:
-        native: `tiermoe.kernels._planner`.
         layers, experts, top_k: of the model. slots: of a layer. workers: near-data workers; 0: none, all misses load.
         states: uint8 [L, E], read at each call: absent 0, loading 1, resident 2 (`State`), staged 3: here, in no
             slot that counts.
@@ -248,6 +247,7 @@ class Auto:
 
     Attributes:
         keeps_prompt: whether what a prompt uses most stays while it runs.
+        native: what decides, for `_core.PlannedPlacement`.
 
     Raises:
         ValueError: a number is out of range, or a cost is not a positive number.
@@ -256,15 +256,12 @@ class Auto:
     keeps_prompt: ClassVar[bool] = True
 
     def __init__(
-        self, native: ModuleType | Any, layers: int, experts: int, top_k: int, slots: int, costs: Costs, workers: int,
-        states: NDArray[np.uint8], without: Without = Without.NOTHING,
+        self, layers: int, experts: int, top_k: int, slots: int, costs: Costs, workers: int, states: NDArray[np.uint8],
+        without: Without = Without.NOTHING,
     ) -> None:  # fmt: skip
         self.layers, self.experts, self.top_k, self.slots, self.workers = layers, experts, top_k, slots, workers
         self.states = states
-        self._native = native
-        self._planner = native.planner(
-            layers, experts, top_k, slots, workers, costs, states, int(without)
-        )  # fmt: skip
+        self.native = _core.Planner(layers, experts, top_k, slots, workers, costs, states, int(without))
         self._actions, self._workers = np.zeros(experts, np.uint8), np.zeros(experts, np.uint8)
         self._views = [(self._actions[:n], self._workers[:n]) for n in range(experts + 1)]  # by needed experts
 
@@ -290,9 +287,9 @@ class Auto:
         """
         gpus, held = (None, None) if owners is None else owners
         actions, workers = self._views[min(len(needed), self.experts)]
-        end_s, near_s, link_s, owner_s, loads, near, waits, wanted = self._native.plan(
-            self._planner, layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers,
-            prompt_tokens, gpus, held, room,
+        end_s, near_s, link_s, owner_s, loads, near, waits, wanted = self.native.plan(
+            layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers, prompt_tokens, gpus,
+            held, room,
         )  # fmt: skip
         named = [Wanted(key, None if victim < 0 else victim, worth, fetch) for key, victim, worth, fetch in wanted]
         return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits, owner_s)
@@ -302,7 +299,7 @@ class Auto:
 
         ids: int32 [rows, P], best first; P may exceed top-K. Raises ValueError: there is no such layer or expert.
         """
-        self._native.predict(self._planner, layer, np.ascontiguousarray(ids), ids.shape[1])
+        self.native.predict(layer, np.ascontiguousarray(ids), ids.shape[1])
 
     def used(self, layer: int, needed: Ids, share: NDArray[np.float32] | None = None) -> None:
         """Tell that a layer of a decode step has run, and after the last layer that the step has.
@@ -310,7 +307,7 @@ class Auto:
         share: float32 [E], how much the router asked for each expert, 0 to 1: a near miss counts a little
         (`router_shares`); None: 1 for those needed.
         """
-        self._native.used(self._planner, layer, needed, share)
+        self.native.used(layer, needed, share)
 
     def prompt_end(self, counts: NDArray[np.int64], tokens: int, requests: int, batch: int) -> None:
         """Prompts have run: V is what they and popularity say of each expert.
@@ -319,59 +316,59 @@ class Auto:
             counts: int64 [L, E], uses in the prompts. tokens: of all of them together.
             requests: whose prompts these were. batch: requests that decode from now on, these included.
         """
-        self._native.prompt_end(self._planner, np.ascontiguousarray(counts, np.int64), tokens, requests, batch)
+        self.native.prompt_end(np.ascontiguousarray(counts, np.int64), tokens, requests, batch)
 
     def popularity(self, counts: NDArray[np.int64], tokens: int, batch: int = 1) -> None:
         """Start from counts [L, E] of other requests' `tokens` tokens, such as those of earlier runs."""
-        self._native.popularity(self._planner, np.ascontiguousarray(counts, np.int64), tokens, self.top_k, batch)
+        self.native.popularity(np.ascontiguousarray(counts, np.int64), tokens, self.top_k, batch)
 
     @property
     def worths(self) -> NDArray[np.float64]:
         """V of each expert [L, E], as further calls change it; not to be written."""
-        return np.asarray(_Values(self._native.values(self._planner), (self.layers, self.experts), self._planner))
+        return np.asarray(_Values(self.native.values(), (self.layers, self.experts), self.native))
 
     def resize(self, slots: int) -> None:
         """A layer has so many slots from now on. Raises ValueError: more than it has experts."""
-        self._native.resize(self._planner, slots)
+        self.native.resize(slots)
         self.slots = slots
 
     def admit(self, key: int) -> tuple[bool, int | None]:
         """Whether an expert that is here or arrives takes a slot, and whose; None: a free one. Ask after `used`."""
-        admitted, victim = self._native.admit(self._planner, key)
+        admitted, victim = self.native.admit(key)
         return admitted, None if victim < 0 else victim
 
     def worth_s(self, key: int) -> float:
         """S V: seconds that keeping an expert is worth, comparable between layers."""
-        return float(self._native.worth(self._planner, key))
+        return float(self.native.worth(key))
 
     def saw(self, part: Part, expected_s: float, seen_s: float) -> None:
         """Correct a part of the costs: so much was expected of it (NEAR*: `LayerPlan.near_s`), and so much was seen."""
-        self._native.saw(self._planner, part, expected_s, seen_s)
+        self.native.saw(part, expected_s, seen_s)
 
     def took(self, seen_s: float) -> None:
         """Tell the seconds of the layer planned last, from its plan to its end, after `saw` of its parts.
 
         What its parts do not explain is its source's: the link, near data, both, or none of them.
         """
-        self._native.took(self._planner, seen_s)
+        self.native.took(seen_s)
 
     def filled(self) -> None:
         """Tell that a background copy has ended which was no prefetch."""
-        self._native.filled(self._planner)
+        self.native.filled()
 
     @property
     def costs(self) -> Costs:
         """As corrected so far."""
-        return Costs._make(self._native.costs(self._planner))
+        return Costs._make(self.native.costs())
 
     def followed(self) -> Followed:
         """By which rule decodes are planned, and why."""
-        rule, seen_s, *rules_s = self._native.followed(self._planner)
+        rule, seen_s, *rules_s = self.native.followed()
         return Followed(FOLLOWED[rule], seen_s, dict(zip(FOLLOWED[1:], rules_s, strict=True)))
 
     def error(self) -> float:
         """Mean difference of predicted and seen layer time, as a share of the time; over about 1,000 layers."""
-        return float(self._native.error(self._planner))
+        return float(self.native.error())
 
 
 class _Values:

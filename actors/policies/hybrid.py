@@ -84,7 +84,7 @@ class HybridRule(ABC):
     ) -> LayerPlan:  # fmt: skip
         """As `Auto.plan`. No rule knows several GPUs: what another one owns runs there."""
         if owners is not None:
-            mine, codes = owners.gpus == 0, np.full(len(needed), Action.OWNER, np.uint8)
+            mine, codes = owners[0] == 0, np.full(len(needed), Action.OWNER, np.uint8)
             found = self.plan(
                 layer, needed[mine], rows[mine], now_s, link_free_s, flight_keys, arrival_s, prompt_tokens
             )
@@ -125,6 +125,11 @@ class HybridRule(ABC):
     def near_s(self, rows: int) -> float:
         """Seconds that an expert adds near data, where all workers share the work."""
         return self.costs.near_s * max(1.0, rows / self.costs.free_rows) / max(1, self.workers)
+
+    @property
+    def native(self) -> HybridRule:
+        """Itself: native code calls the rule."""
+        return self
 
     # -- what most rules do not use ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 class PlanError(ValueError):
@@ -31,6 +31,19 @@ class Remote(NamedTuple):
     key: int
     bits: int
     peer: str
+
+
+# what one peer runs: its name, the keys, and the bits of each
+Part: TypeAlias = "tuple[str, list[int], list[int]]"
+
+
+def by_peer(remote: Sequence[Remote]) -> list[Part]:
+    """One part for each peer, in the order in which they come first."""
+    parts: dict[str, Part] = {}
+    for key, bits, peer in remote:
+        _, keys, widths = parts.setdefault(peer, (peer, [], []))
+        keys.append(key), widths.append(bits)
+    return list(parts.values())
 
 
 class Where(NamedTuple):

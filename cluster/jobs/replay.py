@@ -30,7 +30,6 @@ from ..simulate.executor import (
     SimulatedEngine,
     context_of,
     eviction_of,
-    first_split,
     policies_of,
     replays_routing,
     sizes_of,
@@ -365,12 +364,10 @@ def engine_for(
     policy = checked_prefetch(settings, replace(context or context_of(header), eviction=eviction), header)
     requests = list(learn) if settings.needs_popularity or "profile" in settings.needs else []
     policies = policies_of(
-        settings, header, machine, eviction, policy,
+        settings, header, machine, budget, eviction, policy,
         popularity=popularity(header, requests) if settings.needs_popularity else None,
         profile=routing_profile(header, requests) if "profile" in settings.needs else None,
     )  # fmt: skip
-    if settings.split.kind != "off":
-        policies = replace(policies, split=first_split(header, settings, budget))
     engine = SimulatedEngine(header, machine, budget, policies)
     if settings.preload == "all":
         engine.preload()

@@ -34,7 +34,7 @@ from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout
-from ...actors.policies.plan import Remote
+from ...actors.policies.plan import Part, by_peer
 from ...actors.policies.prefetch import PrefetchOptions, PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
@@ -140,7 +140,6 @@ class SimulatedEngine:
 
     Attributes:
         run: the layers of the lead's GPU.
-        context: tokens whose keys and values the last forward read in each layer.
 
     Raises:
         BudgetError: the budget holds no expert, or not one of each kind. ValueError: the split exceeds the budget.
@@ -159,7 +158,7 @@ class SimulatedEngine:
             slots, low = mixed_slots(bought, slot_bytes, packed, low_bit.share, keys)
             replicas = LowBitPart(cast(Any, PoolSize(low * packed)), [cast(Any, None)] * header.layers, low, packed)
         min_useful = settings.prefetch.min_useful
-        self.header, self.machine, self.context = header, machine, 0
+        self.header, self.machine = header, machine
         lead = self._lead = SimulatedGpu(
             header, machine, slots, policies.eviction, min_useful, policies.split, settings.evict_writeback, replicas
         )
@@ -174,13 +173,10 @@ class SimulatedEngine:
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(policies)
         self._rerouting, self._check = policies.rerouting, check
         self._rules = self._make_rules(policies)
-        ahead = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
-        self._ahead: list[Any] = [*ahead, *self._placer.hooks.ahead]
-        self._watchers = self._placer.hooks.watch
+        self._ahead: list[Any] = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
         self.run.records = self._configuring is not None
         self._tokens: dict[str, int] = {}  # so far, by sequence
         self._view: RecordedLayer | None = None  # of the present layer, once somebody has read it
-        self._away: tuple[Sequence[Remote], Routing] | None = None
         self._placer.preload()
 
     def _make_placer(self, policies: Policies) -> Placer:
@@ -229,7 +225,7 @@ class SimulatedEngine:
     def preload(self) -> None:
         """Load every expert on its GPU."""
         keys, shards = range(self.stats.experts), self._peers.shards
-        self.cache.preload([key for key in keys if shards is None or shards.owner_of(key) == 0])
+        self.cache.core.preload([key for key in keys if shards is None or shards.owner_of(key) == 0])
         if shards is not None:
             shards.preload(keys)()
 
@@ -242,11 +238,6 @@ class SimulatedEngine:
     def ndp(self) -> SimulatedNdp | None:
         """The near-data devices; None: none is used."""
         return self._peers.ndp
-
-    @property
-    def messages(self) -> int:
-        """That the lead has sent to its peers and taken from them."""
-        return self._peers.messages
 
     @property
     def slots(self) -> int:
@@ -289,11 +280,15 @@ class SimulatedEngine:
             shard.cache.begin_forward(self.cache.decode_only)
         for name, part in parts:
             self._tokens[name] = self._tokens.get(name, 0) + len(part.tokens)
-        self.context = sum(self._tokens[name] for name, _ in parts)
-        self.layers(RecordedForward(parts))
+        forward = RecordedForward(parts)
+        context = sum(self._tokens[name] for name, _ in parts)  # whose keys and values each layer reads
+        self.layers(forward, self.machine.dense(forward.tokens, context))
 
-    def layers(self, forward: RecordedForward) -> None:
-        """All layers (`core::VirtualRun`); what only some presets have is called in each layer."""
+    def layers(self, forward: RecordedForward, dense_s: float) -> None:
+        """All layers (`core::VirtualRun`); what only some presets have is called in each layer.
+
+        dense_s: of the dense part of each.
+        """
         calls, ahead = dict[str, Any](), self._ahead
         if self._prefetching is not None and (scores := self._prefetching.by_scores()) is not None:
             calls["next_ids"], calls["next_scores"] = forward.next_scores()
@@ -302,13 +297,19 @@ class SimulatedEngine:
         self._view = None
         if self._rules:
             calls["rule"] = partial(self._reroute, forward)
-        if not self._placer.local:
-            calls |= {"place": partial(self._place, forward), "send": self._send, "join": self._peers.join}
+        if (placement := self._placer.native) is not None:
+            calls["placement"] = placement
+            if self._placer.scored_at(0):
+                calls["show"] = lambda layer: self._placer.show(layer, self._layer(forward, layer))
+        elif not self._placer.local:
+            calls["place"] = partial(self._place, forward)
+        if "placement" in calls or "place" in calls:
+            calls |= {"send": partial(self._peers.send, forward.tokens), "join": self._peers.join}
         if ahead:
             calls["ahead"] = partial(self._look_ahead, forward, ahead)
-        if self._watchers or self._check:
-            calls["ran"] = self._ran
-        self.run.forward(forward.ids, self.machine.dense(forward.tokens, self.context), **calls)
+        if self._check:
+            calls["ran"] = lambda layer: self.cache.check_integrity()
+        self.run.forward(forward.ids, dense_s, **calls)
         self._report_passes()
 
     def _layer(self, forward: RecordedForward, layer: int) -> RecordedLayer:
@@ -328,30 +329,17 @@ class SimulatedEngine:
 
     def _place(
         self, forward: RecordedForward, layer: int, needed: list[int], experts: list[int], counts: list[int]
-    ) -> tuple[Sequence[int], AbstractSet[int], bool]:
-        """Segments that run here, residents that leave last, and whether others run on peers."""
+    ) -> tuple[Sequence[int], AbstractSet[int], list[Part]]:
+        """Segments that run here, residents that leave last, and what peers run."""
         routing = Routing.of_counts(layer, self.header.experts, forward.tokens, experts, counts)
-        for watcher in self._watchers:
-            watcher.routed(layer, routing)
         here, keep, away = self._placer.where(layer, needed, routing, self._layer(forward, layer))
-        self._away = (away, routing) if away else None
-        return here, keep, bool(away)
-
-    def _send(self, layer: int) -> None:
-        assert self._away is not None
-        self._peers.send(*self._away)
+        return here, keep, by_peer(away)
 
     def _look_ahead(self, forward: RecordedForward, hooks: Sequence[Any], layer: int) -> None:
         self._report_passes()  # before what is predicted now
         self.cache.tell_order()
         for hook in hooks:
             hook.layer(layer, self._layer(forward, layer))
-
-    def _ran(self, layer: int) -> None:
-        for watcher in self._watchers:
-            watcher.ran(layer)
-        if self._check:
-            self.cache.check_integrity()
 
     def _report_passes(self) -> None:
         if self._configuring is not None:
@@ -402,7 +390,7 @@ def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy
 
 
 def policies_of(
-    settings: PolicySettings, header: TraceHeader, machine: Machine, eviction: EvictionPolicy,
+    settings: PolicySettings, header: TraceHeader, machine: Machine, budget: float | int, eviction: EvictionPolicy,
     prefetch: PrefetchPolicy | None, popularity: NDArray[np.int64] | None = None, profile: ExpertProfile | None = None,
 ) -> Policies:  # fmt: skip
     """What a preset decides by on a machine.
@@ -412,7 +400,7 @@ def policies_of(
         popularity: [L, E], for a static placement. profile: for buddies.
 
     Raises:
-        ConfigError: the preset needs what there is not.
+        ConfigError: the preset needs what there is not. BudgetError, TraceError: as `first_split`.
     """
     others = [eviction_of(settings, header) for _ in range(machine.gpus - 1)]
     one_gpu = settings.split.kind != "off" or settings.low_bit is not None or settings.reroutes
@@ -430,8 +418,9 @@ def policies_of(
 
         artifacts = PolicyArtifacts(profile=profile)
         rerouting = make_rerouting(settings, header.layers, header.experts, True, artifacts, header.slot_bytes)
+    split = None if settings.split.kind == "off" else first_split(header, settings, budget)
     return Policies(
-        eviction, prefetch, others, trials=PrefetchTrials() if settings.adapts_prefetch else None,
+        eviction, prefetch, others, split=split, trials=PrefetchTrials() if settings.adapts_prefetch else None,
         pre_evict=make("pre_evict", settings.pre_evict, context_of(header)), rerouting=rerouting,
         popularity=popularity, settings=settings,
     )  # fmt: skip

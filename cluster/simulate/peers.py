@@ -17,14 +17,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.core._core import Clock, Routing
+from ...actors.core._core import Clock
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.layer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs
 from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
-from ...actors.policies.plan import Remote
+from ...actors.policies.plan import Part
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -67,14 +67,14 @@ class SimulatedShard(SimulatedGpu):
 
     def run_part(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int]) -> ExpertResult:
         """A layer's experts with so many rows each, of `tokens` rows; the clock advances. The result has no sums."""
-        begin_s, before = self.clock.now_s, self.cache.counts(layer)
+        core, begin_s, before = self.cache.core, self.clock.now_s, self.cache.core.counts(layer)
         passed = range(self._layer + 1, layer) if layer > self._layer else range(layer)
         for index in passed:
-            self.cache.drop_stale(index, ())
+            core.drop_stale(index, [])
         self._layer = layer
         self.run.run(layer, tokens, experts, counts, list(self.keep))
         self.cache.settle_times()
-        total_s, after = self.clock.now_s - begin_s, self.cache.counts(layer)
+        total_s, after = self.clock.now_s - begin_s, core.counts(layer)
         nothing: Any = None
         measured_s = total_s - (after.blocked_io_s - before.blocked_io_s)
         return ExpertResult(nothing, measured_s, after.link_s - before.link_s, total_s)
@@ -89,9 +89,9 @@ class SimulatedShard(SimulatedGpu):
         self.keep = frozenset(keys)
         self.cache.poll()
         if preload:
-            self.cache.preload(keys)
+            self.cache.core.preload(list(keys))
         else:
-            self.cache.migrate(keys, keep_others=keep_others)
+            self.cache.core.migrate(list(keys), keep_others)
 
 
 class Peers:
@@ -102,39 +102,33 @@ class Peers:
 
     Attributes:
         shards: the other GPUs, ndp: the near-data devices; None: there are none.
-        messages: sent and taken so far.
     """
 
     def __init__(self, header: TraceHeader, machine: Machine, lead: SimulatedGpu) -> None:
-        self._experts, self._message_s, self._lead, self.messages = header.experts, machine.message_s, lead, 0
+        self._experts, self._message_s, self._lead = header.experts, machine.message_s, lead
         self.shards: SimulatedShards | None = None
         self.ndp: SimulatedNdp | None = None
         self._tasks: list[SimulatedTask] = []  # of the present layer
 
     def handle(self) -> None:
         """Send a message to a peer, or take one."""
-        self.messages += 1
         self._lead.clock.advance(self._message_s)
 
-    def send(self, away: Sequence[Remote], routing: Routing) -> None:
-        """A layer's remote experts, one batch for each peer."""
-        parts: dict[str, list[Remote]] = {}
-        for remote in away:
-            parts.setdefault(remote.peer, []).append(remote)
-        layer, ndp, base = routing.layer, self.ndp, routing.layer * self._experts
-        rows = dict(zip(routing.experts, routing.counts, strict=True))
+    def send(
+        self, tokens: int, layer: int, away: Sequence[Part], experts: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """What peers run of a layer's experts, which have so many rows each, of `tokens` rows."""
+        base, rows = layer * self._experts, dict(zip(experts, counts, strict=True))
         self._tasks = []
-        for name, part in parts.items():
-            keys = [remote.key for remote in part]
-            experts = [key - base for key in keys]
-            counts = [rows[expert] for expert in experts]
+        for name, keys, bits in away:
+            needed = [key - base for key in keys]
+            some = [rows[expert] for expert in needed]
             self.handle()
-            if ndp is not None and name.startswith("ndp/"):
-                task = ndp.run(name, keys, [remote.bits for remote in part], counts, routing.tokens)
+            if self.ndp is not None and name.startswith("ndp/"):
+                self._tasks.append(self.ndp.run(name, keys, bits, some, tokens))
             else:
                 assert self.shards is not None  # plans name no others
-                task = self.shards.run(name, layer, keys, routing.tokens, experts, counts)
-            self._tasks.append(task)
+                self._tasks.append(self.shards.run(name, layer, keys, tokens, needed, some))
 
     def join(self, layer: int) -> tuple[float, float]:
         """Wait for the answers, and take them: seconds of the GPU that waited longest, and of the busiest link."""
@@ -144,7 +138,7 @@ class Peers:
             clock.now_s += waited_s
             self.handle()
             cache.stats.count_answer(
-                layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.decode_only
+                layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.core.decode_only
             )
         return max(task.blocked_s for task in self._tasks), max(task.link_s for task in self._tasks)
 
@@ -223,7 +217,7 @@ class SimulatedNdp:
     """Near-data devices that share the experts (`engine.peers.remote.NdpPool`), each with a clock of its own.
 
     Attributes:
-        free_s: when each has ended its last batch. busy_s: seconds that each has worked.
+        free_s: when each has ended its last batch.
     """
 
     profile: NdpProfile
@@ -233,10 +227,9 @@ class SimulatedNdp:
     clock: Clock
     available: bool = True
     free_s: list[float] = field(default_factory=list)
-    busy_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.free_s, self.busy_s = [0.0] * self.workers, [0.0] * self.workers
+        self.free_s = [0.0] * self.workers
         keys = self.header.layers * self.header.experts
         self._owners = spread_by_bytes([1] * keys, self.workers)
         self._names = [f"ndp/{i}" for i in range(self.workers)]
@@ -262,7 +255,6 @@ class SimulatedNdp:
         cost = batch_cost(self.profile, works, nbytes, nbytes)
         begin_s = max(self.clock.now_s, self.free_s[number])
         self.free_s[number] = done_s = begin_s + cost.total_s
-        self.busy_s[number] += cost.total_s
         nothing: Any = None
         answer = ExpertResult(nothing, cost.total_s, cost.total_s, done_s - self.clock.now_s)
         return SimulatedTask("ndp", name, keys, sum(counts), done_s, answer)

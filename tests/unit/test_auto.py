@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.policies.auto import (
     FOLLOWED,
     Action,
@@ -19,7 +20,6 @@ from tiermoe.actors.policies.auto import (
     Without,
     forward_seconds,
 )
-from tiermoe.kernels import _planner
 
 HERE, WAIT, LOAD, NEAR, OWNER = Action
 COSTS = Costs(10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)  # a copy takes 10, near data 4, the GPU 1
@@ -32,7 +32,7 @@ def auto(
     costs: Costs = COSTS, experts: int = 8, slots: int = 4, workers: int = 1, layers: int = 2,
     without: Without = Without.NOTHING,
 ) -> Auto:  # fmt: skip
-    return Auto(_planner, layers, experts, 2, slots, costs, workers, np.zeros((layers, experts), np.uint8), without)
+    return Auto(layers, experts, 2, slots, costs, workers, np.zeros((layers, experts), np.uint8), without)
 
 
 def planned(planner: Auto, needed: list[int], rows: list[int] | None = None, **given: object) -> list[Action]:
@@ -555,12 +555,12 @@ def test_a_background_copy_pays_for_the_layers_that_copies_slow() -> None:
         (lambda p: auto(COSTS._replace(dense_s=float("nan"))), "below 0"),
         (lambda p: auto(slots=9), "at most its experts"),
         # beyond what an int holds, where each alone is fine; the last ones divided by zero
-        (lambda p: _planner.planner(2**20, 4096, 1, 1, 0, _SECONDS, np.zeros(1, np.uint8), 0), "product"),
-        (lambda p: _planner.replay(0, 1, (2**20, 4096, 1, 1, 1, 1), *[_NO_INTS] * 4, _NO_FLOATS, *[_NO_LONGS] * 2, 1.0,
+        (lambda p: _core.Planner(2**20, 4096, 1, 1, 0, _SECONDS, np.zeros(1, np.uint8), 0), "product"),
+        (lambda p: _core.replay(0, 1, (2**20, 4096, 1, 1, 1, 1), *[_NO_INTS] * 4, _NO_FLOATS, *[_NO_LONGS] * 2, 1.0,
                                    _SECONDS, _SECONDS, 0, False, 0.0, 0), "product"),
         (lambda p: p.prompt_end(np.zeros((2, 8), np.int64), 1, 2**32, 2**32), "a count is"),
-        (lambda p: _planner.popularity(p._planner, np.zeros((2, 8), np.int64), 1.0, 2, 2**32), "a count is"),
-        (lambda p: _planner.predict(p._planner, 0, _NO_INTS, 2**32), "a count is"),
+        (lambda p: p.native.popularity(np.zeros((2, 8), np.int64), 1.0, 2, 2**32), "a count is"),
+        (lambda p: p.native.predict(0, _NO_INTS, 2**32), "a count is"),
         (lambda p: auto(workers=65), "64"),
     ],
 )  # fmt: skip

@@ -22,10 +22,8 @@ from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, Followed, LayerPlan, Part, Wanted
-from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.worth import WorthEviction, WorthOrder
-from tiermoe.kernels import _planner
 
 COSTS = Costs(1.0, 0.1, 0.01, 0.2, 0.3, 4.0, 0.05, 0.5)
 CALLS = ["come", "come", "come", "leave", "use", "route", "refuse", "admit", "bind", "prompt"]  # of an order
@@ -35,6 +33,10 @@ class Scripted:
     """Answers what a test sets, and notes what it is told."""
 
     costs, keeps_prompt, top_k = COSTS, True, 2
+
+    @property
+    def native(self) -> Any:
+        return self
 
     def __init__(self) -> None:
         self.actions: dict[int, Action] = {}  # by expert; others: load
@@ -48,8 +50,8 @@ class Scripted:
     def plan(self, layer: int, needed: Any, rows: Any, now_s: float, *rest: Any) -> Any:
         _, keys, _, prompt_tokens, owners, self.room = rest
         assert prompt_tokens in (0, 4)
-        gpus = [0] * len(needed) if owners is None else owners.gpus.tolist()
-        self.held = None if owners is None else owners.held.tolist()
+        gpus = [0] * len(needed) if owners is None else owners[0].tolist()
+        self.held = None if owners is None else owners[1].tolist()
         self.told.append(("plan", layer, needed.tolist(), rows.tolist(), keys.tolist()))
         usual = [Action.OWNER if gpu else Action.LOAD for gpu in gpus]
         actions = [self.actions.get(e, other) for e, other in zip(needed.tolist(), usual, strict=True)]
@@ -72,7 +74,7 @@ class Scripted:
         return self.admits.get(key, (True, None))
 
     def saw(self, part: Part, expected_s: float, seen_s: float) -> None:
-        self.told.append(("saw", part, round(expected_s, 6), round(seen_s, 6)))
+        self.told.append(("saw", Part(part), round(expected_s, 6), round(seen_s, 6)))
 
     def took(self, seen_s: float) -> None:
         self.told.append(("took",))
@@ -97,6 +99,41 @@ class Pool:
 
     def choose(self, keys: Sequence[int]) -> list[str] | None:
         return [self.members[key % 2] for key in keys] if self.available else None
+
+
+class _Parts:
+    """Of one pass, whose experts take no time; the pass gives its plan and who else runs what."""
+
+    def __init__(self, rig: Rig, layer: int, ids: Any, answer_s: float, waited_s: float) -> None:
+        self._rig, self._layer, self._view = rig, layer, SimpleNamespace(ids=ids)
+        self._answer_s, self._waited_s = answer_s, waited_s
+        self.remote: list[Any] = []
+
+    def route(self) -> Any:
+        return _core.Routing(self._layer, EXPERTS, self._view.ids), ()
+
+    def routed(self) -> None:
+        self._rig.placer.show(self._layer, cast(Any, self._view))
+
+    def send(self) -> None:
+        return None
+
+    def ahead(self) -> None:
+        run, self._resident = self._rig.cache.core.planned
+        self._run = tuple(run)
+
+    def run(self, groups: Any, replicas: Any) -> None:
+        return None
+
+    def join(self) -> Sequence[int]:
+        return ()
+
+    def combine(self) -> Any:
+        if self._answer_s:
+            answer: Any = SimpleNamespace(measured_s=self._answer_s, modelled_s=0.0)
+            self._rig.stats.layers[self._layer].count_answer("ndp", self._waited_s, 1, 1, answer)
+        found = SimpleNamespace(run=self._run, resident=self._resident, remote=self.remote)
+        return found, 0.0, 0.0
 
 
 class Rig:
@@ -124,6 +161,9 @@ class Rig:
         self.made = 0  # planners
         self.placer = AutoPlacer(self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, self._make, **more)
         self.placer.preload()
+        self.layers = [_core.PythonLayer(self.cache.core, i, EXPERTS, 1, _core.CpuLayers()) for i in range(LAYERS)]
+        for layer in self.layers:
+            layer.placement(self.placer.native)
 
     def _make(self, *given: Any) -> Any:
         self.made += 1
@@ -139,27 +179,11 @@ class Rig:
         self.placer.begin_forward(found)
 
     def layer(self, layer: int, *ids: Sequence[int], answer_s: float = 0.0, waited_s: float = 0.001) -> Any:
-        """A layer's turn, as `MoeLayer` takes it; ids: of each row. answer_s: of an NDP worker's kernels; waited_s: for
-        its answer."""
-        cache, placer = self.cache, self.placer
-        picked = np.array(ids, np.int64)
-        routing, view = _core.Routing(layer, EXPERTS, picked), SimpleNamespace(ids=picked)
-        cache.poll(layer)
-        needed = cache.open(routing)
-        found = placer.where(layer, needed, routing, view)  # type: ignore[arg-type]
-        plan = cache.plan(found.here, found.keep)
-        cache.begin()
-        cache.load()
-        placer.layer(layer, view)
-        while cache.next(routing) is not None:
-            pass
-        if answer_s:
-            answer = SimpleNamespace(measured_s=answer_s, modelled_s=0.0)
-            self.stats.layers[layer].count_answer("ndp", waited_s, 1, 1, answer)  # type: ignore[arg-type]
-        cache.close_pass()
-        placer.ran(layer)
-        cache.check_integrity()
-        return SimpleNamespace(**plan._asdict(), remote=tuple(found.remote))
+        """A layer's pass; ids: of each row. answer_s: of an NDP worker's kernels; waited_s: for its answer."""
+        parts = _Parts(self, layer, np.array(ids, np.int64), answer_s, waited_s)
+        found = self.layers[layer].run(parts)
+        self.cache.check_integrity()
+        return found
 
     def settle(self) -> None:
         self.cache.land_all()
@@ -183,7 +207,7 @@ def test_each_miss_goes_where_the_planner_says(rig: Rig) -> None:
     rig.planner.actions = {1: Action.NEAR_DATA, 2: Action.NEAR_DATA}
     plan = rig.layer(0, [0, 1, 2])
     assert plan.run == (0,)
-    assert plan.remote == (Remote(1, 0, "ndp/1"), Remote(2, 0, "ndp/0"))
+    assert plan.remote == [("ndp/1", [1], [0]), ("ndp/0", [2], [0])]
     assert rig.told("plan") == [(0, [0, 1, 2], [1, 1, 1], [])]
     assert rig.told("used") == [(0, [0, 1, 2])]
     assert rig.resident() == {0}
@@ -255,7 +279,7 @@ def test_a_prompt_streams_into_slots_that_hold_nothing_of_worth() -> None:
     assert rig.cache.live_stats().prefetch_sources[STREAM].queued == EXPERTS
     rig.planner.wanted = [Wanted(2 * EXPERTS + e, None, 0.5, True) for e in range(EXPERTS)]
     plan = rig.layer(1, *rows)
-    assert (plan.resident, plan.loads) == (4, ())
+    assert (plan.resident, len(plan.run)) == (4, 4)
     assert rig.planner.room == 2  # of layer 0 what exceeds its share
     rig.settle()
     assert rig.resident() == {2, 3, 4, 5, 6, 7, 8, 9}  # what the prompt used most stays
@@ -331,25 +355,25 @@ def test_a_layer_of_a_local_forward_that_comes_to_the_page_loads_every_miss(rig:
     rig.planner.actions = {1: Action.NEAR_DATA}
     for local in (False, True):
         rig.begin(("a", 4, False))
-        rig.placer.local = local
+        rig.placer.native.local = local
         plan = rig.layer(0, *[[0, 1]] * 4)
-        assert [remote.key for remote in plan.remote] == ([] if local else [1])
+        assert [keys for _, keys, _ in plan.remote] == ([] if local else [[1]])
         assert len(rig.told("plan")) == 1
         rig.cache.flush()
 
 
-def test_a_local_prompts_misses_find_slots_side_by_side(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_prompts_misses_find_slots_side_by_side(rig: Rig) -> None:
     """Before, a layer had its share of two slots: of four misses each waited for the one before it, and ran alone."""
     rig.begin(("a", 1, True))
     for layer in range(LAYERS):
         rig.layer(layer, [0, 1])
-    kept, plan = list[frozenset[int]](), rig.cache.plan
-    monkeypatch.setattr(rig.cache, "plan", lambda needed, keep: kept.append(keep) or plan(needed, keep))
+    kept = list[set[int]]()
     rig.planner.worths[:] = [[9.0] * EXPERTS, [1.0, 4.0, 0.0, 0.0], [2.0, 3.0, 0.0, 0.0]]
     for local in (False, True):
         rig.begin(("b", 4, False))
-        rig.placer.local = local
+        rig.placer.native.local = local
         rig.layer(0, [0, 1], [2, 3], [0, 1], [2, 3])
+        kept.append({key for key in rig.resident() if key >= EXPERTS})
     assert kept == [{4, 5, 8, 9}, {5, 9}]  # of layers 1 and 2, then those of greater worth
 
 
@@ -405,7 +429,7 @@ def test_experts_of_other_gpus_run_there_or_near_data() -> None:
     rig.planner.actions = {2: Action.NEAR_DATA, 3: Action.NEAR_DATA}
     plan = rig.layer(0, [0, 1, 2, 3])
     assert plan.run == (0,)
-    assert plan.remote == (Remote(1, 0, "shard/1"), Remote(2, 0, "ndp/0"), Remote(3, 0, "ndp/1"))
+    assert plan.remote == [("shard/1", [1], [0]), ("ndp/0", [2], [0]), ("ndp/1", [3], [0])]
     assert rig.told("plan") == [(0, [0, 1, 2, 3], [1, 1, 1, 1], [])]
     assert rig.planner.held == [0, 1, 0, 0]
     assert rig.told("used") == [(0, [0, 1, 2, 3])]  # the worth of another GPU's experts is learned, too
@@ -414,11 +438,11 @@ def test_experts_of_other_gpus_run_there_or_near_data() -> None:
     assert 0.0 <= owners[0] < 0.5  # it answered sooner than was expected
     rig.pool.available = False
     plan = rig.layer(1, [0, 1, 2, 3])
-    assert plan.remote == (Remote(5, 0, "shard/1"), Remote(7, 0, "shard/1"))
+    assert plan.remote == [("shard/1", [5, 7], [0, 0])]
     lost.add(1)
     rig.pool.available, rig.planner.actions = True, {}
     plan = rig.layer(2, [0, 1, 2, 3])
-    assert (plan.run, plan.remote, rig.planner.held) == ((8, 9, 10, 11), (), None)  # a lost GPU's are loaded here
+    assert (plan.run, plan.remote, rig.planner.held) == ((8, 9, 10, 11), [], None)  # a lost GPU's are loaded here
     rig.cache.close()
 
 
@@ -432,7 +456,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     placer = AutoPlacer(cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
+    layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel) for i in range(LAYERS)]
     native.run_natively(layers)
     local, used, now_s = 0, [], 1.0
     placer._clock = lambda: now_s
@@ -465,13 +489,13 @@ def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
     costs = Costs(1e-3, 1e-4, 1e-5, 1e-3, 1e-3, 4.0, 1e-4, 0.1)  # the link is idle most of the time
 
     def make(start: Costs, workers: int, slots: int, states: Any) -> Auto:
-        return Auto(_planner, LAYERS, EXPERTS, 2, slots, costs, workers, states)
+        return Auto(LAYERS, EXPERTS, 2, slots, costs, workers, states)
 
     placer = AutoPlacer(cache, EXPERTS, None, None, order, lambda: costs, make)
     placer.faster.only = 0
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
+    layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel) for i in range(LAYERS)]
     for name, count in [("a", 6), *[("a", 1)] * 10, ("b", 8), *[("b", 1)] * 10]:
         rows: Any = [SimpleNamespace(name=name, start=0, stop=count, decode=count == 1)]
         cache.begin_forward(count == 1)
@@ -485,14 +509,14 @@ def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
     native.cache.close(), python.cache.close()
 
 
-def _local(slots: int, planner: Any) -> tuple[Stack, AutoPlacer, list[MoeLayer]]:
-    """Layers in native calls whose placer has no NDP worker."""
+def _local(slots: int, planner: Any, pool: Any = None) -> tuple[Stack, AutoPlacer, list[MoeLayer]]:
+    """Layers in native calls; pool: of NDP workers."""
     stack = Stack(slots, "worth")
     order: Any = stack.cache.eviction
-    placer = AutoPlacer(stack.cache, EXPERTS, None, None, order, lambda: COSTS, lambda *given: planner)
+    placer = AutoPlacer(stack.cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = stack.layers[0].backend, stack.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, stack.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
+    layers = [MoeLayer(i, EXPERTS, stack.cache, backend, placer, kernel) for i in range(LAYERS)]
     stack.run_natively(layers)
     return stack, placer, layers
 
@@ -517,12 +541,12 @@ def test_the_share_of_misses_is_learned_from_decodes() -> None:
     stack.cache.native_steps, placer.faster.only = True, 0
     layer = MoeLayer(0, EXPERTS, stack.cache, stack.layers[0].backend, placer, stack.layers[0].kernel)
     inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2)
-    assert placer._missed is None
+    assert placer.native.missed is None
     for share in (1.0, 0.98):  # both are loaded, and there the second time
         stack.cache.begin_forward(True)
         placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
         layer.forward(*inputs)
-        assert placer._missed == pytest.approx(share)
+        assert placer.native.missed == pytest.approx(share)
     stack.cache.close()
 
 
@@ -660,8 +684,7 @@ def test_worth_that_is_no_number_leaves_first() -> None:
 
 def test_only_local_forwards_run_in_one_call() -> None:
     """Joined layers ask no placer: a forward that is planned must not be one."""
-    (stack, placer, layers), calls = _local(6, Scripted()), list[int]()
-    placer._pool = cast(Any, Pool())
+    (stack, placer, layers), calls = _local(6, Scripted(), cast(Any, Pool())), list[int]()
 
     def run_layers(at: int, handles: Any, *rest: Any) -> int:
         calls.append(len(handles))
@@ -685,14 +708,14 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     share, rng = slots // LAYERS, np.random.default_rng(slots)
 
     def planner(*_: Any) -> Auto:
-        return Auto(_planner, LAYERS, EXPERTS, 2, share, COSTS, 0, np.zeros((LAYERS, EXPERTS), np.uint8))
+        return Auto(LAYERS, EXPERTS, 2, share, COSTS, 0, np.zeros((LAYERS, EXPERTS), np.uint8))
 
     placer = AutoPlacer(native.cache, EXPERTS, None, None, cast(Any, native.cache.eviction), lambda: COSTS, planner)
     placer.preload()
     reference = planner()
     cast(WorthEviction, python.cache.eviction).bind(slots, reference.worths)
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, native.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
+    layers = [MoeLayer(i, EXPERTS, native.cache, backend, placer, kernel) for i in range(LAYERS)]
     native.run_natively(layers)
     assert all(layer.joinable is not None for layer in layers)
     told = list[tuple[int, Any]]()

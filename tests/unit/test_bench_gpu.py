@@ -142,7 +142,7 @@ def test_missing_packages_and_the_extensions_to_build_are_known_without_the_pack
     assert build.missing({"numpy": "numpy", "no_such": "no-such", "no.such": "other"}) == ["no-such", "other"]
     assert build.missing(build.NEEDED) == []
     assert [ext.name for ext in build.extensions(_ROOT)] == [
-        "tiermoe.kernels._cpu", "tiermoe.kernels._planner", "tiermoe.kernels._launch", "tiermoe.actors.core._core",
+        "tiermoe.kernels._cpu", "tiermoe.kernels._launch", "tiermoe.actors.core._core",
         "tiermoe.proto._ring",
     ]  # fmt: skip
 

@@ -27,7 +27,6 @@ from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.ndp_worker import NdpWorker
 from tiermoe.actors.policies.context_ndp import PlacementOptions
-from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import NdpSettings
 from tiermoe.cluster.config import load_hardware
@@ -113,13 +112,14 @@ def _layer(tokens: int) -> tuple[torch.Tensor, np.ndarray, _core.Routing]:
     return hidden, weights, _core.Routing(0, 2, np.arange(tokens)[:, None] % 2)
 
 
-def _experts(*numbers: int) -> list[Remote]:
-    return [Remote(number, 0, "ndp/0") for number in numbers]
+def _experts(*numbers: int) -> tuple[list[int], list[int]]:
+    """Keys, and the bits of each."""
+    return list(numbers), [0] * len(numbers)
 
 
 def _send(remote: RemoteExperts, way: PinnedActivations, tokens: int, places: tuple[int, ...] = (0,)) -> RemoteCall:
     hidden, weights, routing = _layer(tokens)
-    call = remote.send(routing, _experts(*places), way.begin(hidden), weights, True)
+    call = remote.send(routing, *_experts(*places), way.begin(hidden), weights, True)
     assert call.sent
     return call
 
@@ -154,7 +154,7 @@ def test_a_wait_for_the_routing_is_a_wait_for_a_few_rows(
     hidden, weights, routing = _layer(4)
     outgoing = way.begin(hidden)
     gpu.run()  # the routing is copied behind the rows, and the host waited for it
-    call = remote.send(routing, _experts(0, 1), outgoing, weights, True)
+    call = remote.send(routing, *_experts(0, 1), outgoing, weights, True)
     assert call.result() is not None
     assert "synchronize" not in gpu.log
 
@@ -206,11 +206,11 @@ def test_a_lost_peer_leaves_nothing(
     peer.may_answer.clear()
     if moment == "before it is sent":
         remote.close()
-        assert not remote.send(routing, _experts(0), outgoing, weights, True).sent
+        assert not remote.send(routing, *_experts(0), outgoing, weights, True).sent
         del outgoing
         assert not _idle(way)  # the copy is under way: nobody may have that memory yet
     else:
-        call = remote.send(routing, _experts(0), outgoing, weights, True)
+        call = remote.send(routing, *_experts(0), outgoing, weights, True)
         assert call.sent
         assert peer.got_one.wait(_SOON_S)
         peer.may_answer.set()
@@ -258,7 +258,7 @@ def test_rows_in_half_precision_travel_as_float32(
 ) -> None:
     hidden, weights, routing = _layer(2)
     half = (hidden / 1000).bfloat16()
-    call = remote.send(routing, _experts(0, 1), way.begin(half), weights, True)
+    call = remote.send(routing, *_experts(0, 1), way.begin(half), weights, True)
     assert call.result() is not None
     np.testing.assert_array_equal(peer.rows[0], half.float().numpy())
 

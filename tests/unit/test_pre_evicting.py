@@ -227,7 +227,8 @@ class TestWriteback:
 def replayed(trace: Trace, preset: str, budget: float = 0.4) -> tuple[EngineStats, float]:
     chosen, header = load_policy(preset), trace.header
     step = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
-    engine = SimulatedEngine(header, step, budget, policies_of(chosen, header, step, eviction_of(chosen, header), None))
+    policies = policies_of(chosen, header, step, budget, eviction_of(chosen, header), None)
+    engine = SimulatedEngine(header, step, budget, policies)
     tpot_s = serve(engine, trace.requests()).tpot_s
     return engine.live_stats(), tpot_s
 

@@ -112,7 +112,7 @@ def test_presets_of_the_user_adapt(tmp_path: Path, preset: str, adapts: bool) ->
         header = Trace(tmp_path / "t").header
         machine = Machine(name="tiny", **traces.COSTS.model_dump())
         policy = NextGatePrefetch(3, 6, 2)
-        policies = policies_of(settings, header, machine, eviction_of(settings, header), policy)
+        policies = policies_of(settings, header, machine, 0.5, eviction_of(settings, header), policy)
         engine = SimulatedEngine(header, machine, 0.5, policies)
         assert (engine.stats.prefetch_trials is not None) is adapts
 

@@ -383,7 +383,7 @@ def test_simulated(prefetch: str, tmp_path: Path) -> None:
         )  # fmt: skip
         machine = Machine(name="m", link_gbps=0.05, **traces.COSTS.model_dump())
         prefetching = policy.make_prefetch(PolicyContext(3, 16, 4))
-        policies = policies_of(policy, header, machine, eviction_of(policy, header), prefetching)
+        policies = policies_of(policy, header, machine, 0.4, eviction_of(policy, header), prefetching)
         engine = SimulatedEngine(header, machine, 0.4, policies, check=True)
         served = serve(engine, trace.requests())
         stats = engine.live_stats()

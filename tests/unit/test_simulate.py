@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -356,6 +357,59 @@ def test_kernels_share_memory_with_the_copy_beside_them() -> None:
     for want_s in (4.0, 7.0):  # in the second forward no copy is left
         run.forward(np.array([[[0]]]), 3.0)
         assert linked.clock.now_s == pytest.approx(want_s)
+
+
+def test_the_parts_of_a_pass_that_are_called() -> None:
+    """A rule puts expert 2 in the place of 0; of the two that are needed then, a peer runs one."""
+    linked, seen, away = Linked(layers=1), list[object](), ("ndp/0", [1], [0])
+
+    def says(name: str, answer: object = None) -> Callable[..., object]:
+        return lambda *given: [seen.append((name, *given)), answer][1]
+
+    calls = {
+        "rule": says("rule", ([1, 2], [])), "place": says("place", ([2], (), [away])), "join": says("join", (9.0, 5.0)),
+    } | {name: says(name) for name in ("send", "ahead", "ran")}  # fmt: skip
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    run.forward(np.array([[[0, 1]]]), 0.0, **calls)
+    assert seen == [
+        ("rule", 0), ("place", 0, [1, 2], [1, 2], [1, 1]), ("send", 0, [away], [1, 2], [1, 1]),
+        ("ahead", 0), ("join", 0), ("ran", 0),
+    ]  # fmt: skip
+    assert linked.core.planned == ([2], 0)
+    assert linked.clock.now_s == pytest.approx(2.0)  # a copy and an expert
+    counts = linked.core.counts(0)
+    assert (counts.io_path_s, counts.link_path_s) == (9.0, 5.0)  # the peer's, which waited longer
+
+
+@pytest.mark.parametrize("part", ["rule", "place", "send", "ahead", "join", "ran"])
+def test_an_error_of_a_part_of_a_pass_leaves_nothing_pinned(part: str) -> None:
+    linked, ids = Linked(layers=1), np.array([[[0, 1]]])
+
+    def fails(*given: object) -> None:
+        raise ZeroDivisionError(part)
+
+    calls = {
+        "place": lambda *given: ([0], (), [("ndp/0", [1], [0])]), "send": lambda *given: None,
+        "join": lambda layer: (0.0, 0.0),
+    }  # fmt: skip
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    with pytest.raises(ZeroDivisionError, match=part):
+        run.forward(ids, 0.0, **calls | {part: fails})
+    assert not linked.core.pins.any()
+    run.forward(ids, 0.0)
+    assert not linked.core.check()
+
+
+@pytest.mark.parametrize(
+    ("layer", "experts", "counts"), [(1, [0], [1]), (-1, [0], [1]), (0, [4], [1]), (0, [0, 0], [1, 1]), (0, [0], [0])]
+)
+def test_a_part_of_a_layer_that_there_is_not_is_refused(layer: int, experts: list[int], counts: list[int]) -> None:
+    linked = Linked(layers=1)
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    with pytest.raises(ValueError, match=r"there is no such|experts come once"):
+        run.run(layer, 1, experts, counts, [])
+    run.run(0, 1, [0], [1], [])
+    assert linked.core.counts(0).forwards == 1
 
 
 def test_a_machine_from_bandwidths() -> None:

@@ -49,7 +49,7 @@ def machine(**changes: object) -> Machine:
 def engine_of(
     settings: PolicySettings, header: TraceHeader, box: Machine, budget: float, counts: np.ndarray | None = None
 ) -> SimulatedEngine:
-    policies = policies_of(settings, header, box, eviction_of(settings, header), None, popularity=counts)
+    policies = policies_of(settings, header, box, budget, eviction_of(settings, header), None, popularity=counts)
     return SimulatedEngine(header, box, budget, policies)
 
 

@@ -9,7 +9,7 @@ import pytest
 from nanobind.stubgen import StubGen
 
 from tiermoe.actors.core import _core
-from tiermoe.kernels import _cpu, _planner
+from tiermoe.kernels import _cpu
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +20,7 @@ def _lines(text: str) -> list[str]:
     return [line for line in lines if line != "import types" and not line.endswith(" import CapsuleType")]
 
 
-@pytest.mark.parametrize("module", [_core, _cpu, _planner], ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", [_core, _cpu], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_stub_is_what_stubgen_writes(module: ModuleType) -> None:
     """After a change of a binding: `make stub`."""
     path = _ROOT.joinpath(*module.__name__.split(".")[1:]).with_suffix(".pyi")

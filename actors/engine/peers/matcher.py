@@ -304,6 +304,7 @@ def tell_eviction(eviction: EvictionPolicy, command: PrefetchCommand, experts: i
     if command.mapped and isinstance(eviction, ExpertMapEviction):
         eviction.expect_map(command.keys, command.priorities, command.layer, experts)
 
+
 def sequence_means(values: NDArray[np.floating], starts: Sequence[int]) -> NDArray[np.float32]:
     """Mean over each sequence's rows [S, X] of values [T, X] where sequence s has rows starts[s]:starts[s + 1]."""
     if len(starts) == len(values) + 1:  # one row a sequence, as in decode

@@ -86,9 +86,7 @@ class HotPlacer(PeerPlacer):
     the hot set is loaded again once a worker is available.
     """
 
-    def __init__(
-        self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool, widest: int
-    ) -> None:
+    def __init__(self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool, widest: int) -> None:
         super().__init__(cache, experts, shards)
         self._pool, self._widest = pool, widest
         self._hot_keys: frozenset[int] = frozenset()  # of all GPUs; `keep`: of this GPU

@@ -24,7 +24,6 @@ from ....proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRe
 from ....proto.options import Supply
 from ....proto.peers import PeerLink, ReconnectingChannel, ndp_name
 from ...core import _core
-from ...policies.plan import Remote
 from ...policies.sharding import reassigned, spread_by_bytes
 from ...settings import NdpSettings, ShardSettings
 from ..cache.device import Outgoing
@@ -108,7 +107,8 @@ class RemoteExperts:
             raise RuntimeFailure(
                 f"{self.label} was not reached within {deadline_s:g} s ({self._peer.reason})",
                 "see its log, or choose a policy that needs none, such as next-gate"
-                if self.kind == "ndp" else "see its log, or use fewer shards",
+                if self.kind == "ndp"
+                else "see its log, or use fewer shards",
             )
 
     def wait_until_found(self, deadline_s: float) -> bool:
@@ -128,24 +128,24 @@ class RemoteExperts:
         return None if channel is None else channel.transport
 
     def send(
-        self, routing: _core.Routing, experts: Sequence[Remote], outgoing: Outgoing, weights: NDArray[np.float32],
-        decode: bool,
+        self, routing: _core.Routing, keys: list[int], bits: Sequence[int], outgoing: Outgoing,
+        weights: NDArray[np.float32], decode: bool,
     ) -> RemoteCall:  # fmt: skip
         """Send some experts of a layer with the rows that they need.
 
         Args:
+            keys, bits: of the experts; 0 bits: full precision.
             outgoing: the layer's rows [T, H]. weights: [T, K].
             decode: the forward carries no row of any prompt.
         """
-        keys = [expert.key for expert in experts]
         numbers, starts, rows, weights, tokens = routing.part(keys, weights)
         call, channel = RemoteCall(self, keys, len(rows)), self._peer.connection
         if channel is None:
             return call
         states, call.rows = outgoing.take(tokens)
-        bits = np.array([expert.bits for expert in experts], np.uint8)
+        widths = np.array(bits, np.uint8)
         batch = ExpertBatch(
-            routing.layer, numbers, bits, starts, rows, weights, states, self._activation, decode
+            routing.layer, numbers, widths, starts, rows, weights, states, self._activation, decode
         )  # fmt: skip
         call.sent_s = time.perf_counter()
         try:

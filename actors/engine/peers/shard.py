@@ -1,6 +1,6 @@
 """The engine of one shard: rows in, sums of experts out, through this device's own cache.
 
-    batch (rows of one layer) -> plan -> loads -> residents, arrivals -> norm after each expert -> sum per row
+batch (rows of one layer) -> plan -> loads -> residents, arrivals -> norm after each expert -> sum per row
 """
 
 from __future__ import annotations

@@ -230,9 +230,7 @@ class Shards:
                 out[owner[0]].append(key)
         return out
 
-    def _send_placement(
-        self, names: Sequence[str], *, keep_others: bool, preload: bool = False
-    ) -> Callable[[], bool]:
+    def _send_placement(self, names: Sequence[str], *, keep_others: bool, preload: bool = False) -> Callable[[], bool]:
         """Send `_placed` to these shards; the result waits and says whether all succeeded."""
         answers = []
         for name in names:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ...core import _core
 from ...policies.auto import Costs
-from ...policies.plan import Remote
 
 if TYPE_CHECKING:  # torch
     from ..cache.cache import ExpertCache
@@ -111,8 +110,8 @@ def _round_trip(
     routing = _core.Routing(0, len(cache.uses) // len(cache.stats.layers), ids)
     start_s = time.perf_counter()
     outgoing = activations.begin(hidden)
-    wanted = [Remote(expert, 0, peer.name) for expert in routing.experts]
-    answer = peer.send(routing, wanted, outgoing, np.ones(ids.shape, np.float32), True).result()
+    keys = list(routing.experts)
+    answer = peer.send(routing, keys, [0] * len(keys), outgoing, np.ones(ids.shape, np.float32), True).result()
     if answer is None:
         raise _NoAnswer
     return time.perf_counter() - start_s, answer.measured_s

@@ -1,5 +1,5 @@
-// Bindings of planner.hpp, as a module of their own. Arrays are contiguous; their sizes and numbers are checked here.
-#include "planner.hpp"
+// Bindings of the planner of `auto` (kernels/cpu/planner.hpp). Arrays are contiguous; their sizes and numbers are checked here.
+#include "../../kernels/cpu/planner.hpp"
 
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "../../kernels/cpu/planner_replay.hpp"
 #include "bindings.hpp"
-#include "planner_replay.hpp"
 
 namespace tiermoe::bindings {
 namespace {
@@ -65,7 +65,7 @@ PlannerCosts costs_of(const Costs& given) {
     return costs;
 }
 
-Planner* make(std::int64_t layers, std::int64_t experts, std::int64_t top_k, std::int64_t slots, std::int64_t workers,
+void make(Planner* made, std::int64_t layers, std::int64_t experts, std::int64_t top_k, std::int64_t slots, std::int64_t workers,
               const Costs& costs, const Bytes& states, std::uint32_t without) {
     if (layers < 1 || layers > 1 << 20 || experts < 1 || experts > kMostExperts)
         refuse("a planner has 1 layer or more, of 1 to 4096 experts", layers < 1 ? layers : experts);
@@ -75,7 +75,7 @@ Planner* make(std::int64_t layers, std::int64_t experts, std::int64_t top_k, std
     if (workers < 0 || workers > Planner::kMaxWorkers) refuse("a planner knows 0 to 64 near-data workers", workers);
     const PlannerCosts known = costs_of(costs);
     sized(states, {layers, experts}, "states are [L * E], not");
-    return new Planner(static_cast<int>(layers), static_cast<int>(experts), static_cast<int>(top_k), static_cast<int>(slots),
+    new (made) Planner(static_cast<int>(layers), static_cast<int>(experts), static_cast<int>(top_k), static_cast<int>(slots),
                        static_cast<int>(workers), known, states.data(), without);
 }
 
@@ -201,46 +201,44 @@ Counts replay(std::int64_t rule, std::int64_t slots, const Model& shape, const I
 }
 
 }  // namespace
-}  // namespace tiermoe::bindings
 
-NB_MODULE(_planner, m) {
-    using namespace tiermoe;
-    using namespace tiermoe::bindings;
-    m.doc() = "The planner of `auto` (kernels/cpu/planner.hpp), which actors/policies/auto.py documents. Arrays are contiguous;\n"
-              "each function raises ValueError for numbers out of range and arrays of another size.";
-    nb::set_leak_warnings(false);  // at the interpreter's end a planner may still be there
-    nb::class_<Planner>(m, "Planner");
-    m.def("planner", &make, nb::keep_alive<0, 7>(), "layers"_a, "experts"_a, "top_k"_a, "slots"_a, "workers"_a, "costs"_a,
+void bind_planner(nb::module_& m) {
+    nb::class_<Planner>(m, "Planner",
+        "The planner of `auto` (kernels/cpu/planner.hpp), which actors/policies/auto.py documents. Arrays are contiguous; each\n"
+        "method raises ValueError for numbers out of range and arrays of another size.")
+        .def("__init__", &make, nb::keep_alive<1, 8>(), "layers"_a, "experts"_a, "top_k"_a, "slots"_a, "workers"_a, "costs"_a,
           "states"_a, "without"_a,
-          "costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense. states [L, E] are read in place.");
-    m.def("plan", &plan, "planner"_a, "layer"_a, "needed"_a, "rows"_a, "now_s"_a, "link_free_s"_a, "flight_keys"_a,
+          "costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense. states [L, E] are read in place.")
+        .def("plan", &plan, "layer"_a, "needed"_a, "rows"_a, "now_s"_a, "link_free_s"_a, "flight_keys"_a,
           "arrival_s"_a, "action"_a, "worker"_a, "prompt_tokens"_a, "gpus"_a.none(), "held"_a.none(), "room"_a,
-          "end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s, prefetch of each background copy.");
-    m.def("predict", &predict, "planner"_a, "layer"_a, "ids"_a, "ranks"_a, "Experts that a later layer is predicted to need.");
-    m.def("used", &used, "planner"_a, "layer"_a, "needed"_a, "share"_a.none(), "A layer has run.");
-    m.def("prompt_end", &prompt_end, "planner"_a, "counts"_a, "tokens"_a, "requests"_a, "batch"_a,
-          "Prompts have run: V is what they say of each expert.");
-    m.def("popularity", &popularity, "planner"_a, "counts"_a, "tokens"_a, "top_k"_a, "batch"_a, "Popularity from elsewhere.");
-    m.def("resize", &resize, "planner"_a, "slots"_a, "Another number of slots.");
-    m.def("admit", &admit, "planner"_a, "key"_a, "Whether an expert takes a slot, and whose; -1: of none.");
-    m.def("worth", &worth, "planner"_a, "key"_a, "Seconds that keeping an expert is worth: S of its layer times V.");
-    m.def("values", [](const Planner& planner) { return reinterpret_cast<std::uintptr_t>(planner.values()); }, "planner"_a,
-          "The address of V, float64 [L, E], which lives as long as the planner.");
-    m.def("saw", &saw, "planner"_a, "part"_a, "expected_s"_a, "seen_s"_a, "Correct a part of the costs.");
-    m.def("took", &Planner::took, "planner"_a, "seen_s"_a, "A layer's seen time.");
-    m.def("filled", &Planner::filled, "planner"_a, "A background copy of a miss has ended.");
-    m.def("costs", [](const Planner& planner) -> Costs {
+          "end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s, prefetch of each background copy.")
+        .def("predict", &predict, "layer"_a, "ids"_a, "ranks"_a, "Experts that a later layer is predicted to need.")
+        .def("used", &used, "layer"_a, "needed"_a, "share"_a.none(), "A layer has run.")
+        .def("prompt_end", &prompt_end, "counts"_a, "tokens"_a, "requests"_a, "batch"_a,
+          "Prompts have run: V is what they say of each expert.")
+        .def("popularity", &popularity, "counts"_a, "tokens"_a, "top_k"_a, "batch"_a, "Popularity from elsewhere.")
+        .def("resize", &resize, "slots"_a, "Another number of slots.")
+        .def("admit", &admit, "key"_a, "Whether an expert takes a slot, and whose; -1: of none.")
+        .def("worth", &worth, "key"_a, "Seconds that keeping an expert is worth: S of its layer times V.")
+        .def("values", [](const Planner& planner) { return reinterpret_cast<std::uintptr_t>(planner.values()); },
+          "The address of V, float64 [L, E], which lives as long as the planner.")
+        .def("saw", &saw, "part"_a, "expected_s"_a, "seen_s"_a, "Correct a part of the costs.")
+        .def("took", &Planner::took, "seen_s"_a, "A layer's seen time.")
+        .def("filled", &Planner::filled, "A background copy of a miss has ended.")
+        .def("costs", [](const Planner& planner) -> Costs {
         const PlannerCosts& c = planner.costs();
         return {c.copy_s, c.gpu_s, c.gpu_row_s, c.near_s, c.near_busy_s, c.free_rows, c.message_s, c.dense_s};
-    }, "planner"_a, "Costs as corrected.");
-    m.def("followed", [](const Planner& planner) {
+    }, "Costs as corrected.")
+        .def("followed", [](const Planner& planner) {
         return std::make_tuple(static_cast<int>(planner.follows()), planner.seen_token_s(), planner.shadow_token_s(Follow::on_demand),
                                planner.shadow_token_s(Follow::fill), planner.shadow_token_s(Follow::split));
-    }, "planner"_a, "The rule that is followed (0: its own), seconds of a token as seen, and of on-demand, fill and split.");
-    m.def("error", &Planner::error, "planner"_a, "Mean error of predicted layer times, as a share of the time.");
+    }, "The rule that is followed (0: its own), seconds of a token as seen, and of on-demand, fill and split.")
+        .def("error", &Planner::error, "Mean error of predicted layer times, as a share of the time.");
     m.def("replay", &replay, "rule"_a, "slots"_a, "shape"_a, "needed"_a, "rows"_a, "count"_a, "predicted"_a, "share"_a,
           "prompts"_a, "popular"_a, "popular_tokens"_a, "truth"_a, "belief"_a, "without"_a, "start"_a, "planner_s"_a, "first"_a,
           "A rule on a stated machine, for `bench auto` (`planner_replay.hpp`).\n\n"
           "shape: layers, experts, top_k, batch, rounds, prompt_tokens. Gives decode_s, prompt_s, error, tokens, prompts,\n"
           "needed, hits, loads, near, waits, fills, prefetches.");
 }
+
+}  // namespace tiermoe::bindings
