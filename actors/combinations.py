@@ -18,13 +18,13 @@ def check_combination(settings: EngineSettings, form: str | None = None) -> None
     Raises:
         BudgetError: a share that does not hold what the policy preloads. ConfigError: any other row.
     """
-    policy, gpus, budget = settings.policy, settings.shards.count, settings.budget
+    policy, gpus, share = settings.policy, settings.shards.count, settings.budget.share
     several, published = gpus > 1, form is not None
     split, low = policy.split.kind != "off", policy.low_bit
-    if policy.preload == "all" and isinstance(budget, float) and budget * gpus < 1 - 1e-9:  # 1/3 on each of 3 is all
+    if policy.preload == "all" and share is not None and share * gpus < 1 - 1e-9:  # 1/3 on each of 3 is all
         where = "on the device, but the budget is" if gpus == 1 else f"on {gpus} GPUs, but the budget of each is"
         raise BudgetError(
-            f"policy '{policy.name}' keeps every expert {where} {budget:.4g} of them",
+            f"policy '{policy.name}' keeps every expert {where} {share:.4g} of them",
             "pass --budget 1.0, or choose a policy that loads on demand",  # the fullest GPU may have more than 1 / G
         )
     refusals = (

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.policies.cost import Link
 from tiermoe.actors.settings import LinkSettings
@@ -166,7 +167,7 @@ def _machine(config: RunConfig, costs: MachineCosts, header: TraceHeader) -> tup
 
 
 def _replayed(trace: Trace, policy: str, machine: Machine, slots: int) -> dict[str, Any]:
-    budget, context = slots * trace.header.slot_bytes, context_of(trace.header)
+    budget, context = Budget(nbytes=slots * trace.header.slot_bytes), context_of(trace.header)
     return replay(trace, load_policy(policy), context, machine, budget, first=1, console=Console(quiet=True))
 
 

@@ -21,7 +21,6 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.markup import escape
 
-from ...actors.budget import AutoBudget
 from ...actors.combinations import check_combination
 from ...actors.gpu_driver import gpu_count, has_gpu
 from ...actors.settings import EngineSettings
@@ -249,7 +248,7 @@ def check_budget(settings: EngineSettings, store: Path, local: bool = True) -> N
     Raises:
         BudgetError: it is less than the policy needs.
     """
-    if isinstance(settings.budget, AutoBudget):
+    if settings.budget.auto is not None:
         return
     if settings.device != "auto":
         gpus = [settings.device == "cuda"]

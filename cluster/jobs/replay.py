@@ -14,13 +14,14 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
+from ...actors.budget import Budget
 from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
 from ...actors.policy_settings import PolicySettings
 from ...actors.slot_budget import divide
 from ...errors import ConfigError, TierMoeError
-from ..config import DEFAULT_LINK, load_policy, parse_budget
+from ..config import DEFAULT_LINK, load_policy
 from ..host import now, versions
 from ..report.output import print_json
 from ..report.results import exit_code_of, refusals, refused_row
@@ -264,7 +265,7 @@ def prepared(
         "versions": versions(), "date": now(),
     }  # fmt: skip
     return Replay(
-        record, found, settings, context, simulated, parse_budget(budget), at_once, first, console, times, optimum
+        record, found, settings, context, simulated, Budget.parse(budget), at_once, first, console, times, optimum
     )
 
 
@@ -277,7 +278,7 @@ class Replay:
     settings: PolicySettings
     context: PolicyContext
     machine: Machine
-    budget: float | int
+    budget: Budget
     at_once: int
     first: int
     console: Console | None
@@ -307,7 +308,7 @@ def replay(
     settings: PolicySettings,
     context: PolicyContext,
     machine: Machine,
-    budget: float | int,
+    budget: Budget,
     at_once: int = 1,
     first: int = 0,
     console: Console | None = None,
@@ -343,7 +344,7 @@ def engine_for(
     settings: PolicySettings,
     header: TraceHeader,
     machine: Machine,
-    budget: float | int,
+    budget: Budget,
     learn: Iterable[Request] = (),
     context: PolicyContext | None = None,
     eviction: EvictionPolicy | None = None,
@@ -351,7 +352,7 @@ def engine_for(
     """An engine of a preset at a trace's shape, with its experts loaded if the preset keeps all.
 
     Args:
-        budget: of each GPU; share (float) or bytes (int).
+        budget: of each GPU.
         learn: requests from which popularity and profile are counted, where the preset reads them.
         context: what policies are made from, without the eviction policy; None: that of the header.
         eviction: in place of the preset's.

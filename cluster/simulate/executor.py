@@ -14,6 +14,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ...actors.budget import Budget
 from ...actors.core import _core
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.native_order import fast_eviction
@@ -36,8 +37,7 @@ from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.routing import Rerouting
 from ...actors.policy_settings import PolicySettings
-from ...actors.settings import budget_bytes, mixed_slots
-from ...actors.slot_budget import SlotSizes, divide
+from ...actors.slot_budget import SlotSizes, divide, mixed_slots
 from ...actors.store.artifacts import PolicyArtifacts
 from ...errors import ConfigError, TraceError
 from ...kernels.pack import PackedShape
@@ -93,7 +93,7 @@ def neurons_of(header: TraceHeader) -> int:
     return neurons
 
 
-def first_split(header: TraceHeader, policy: PolicySettings, budget: float | int) -> SplitLayout:
+def first_split(header: TraceHeader, policy: PolicySettings, budget: Budget) -> SplitLayout:
     """The split that a preset begins with.
 
     Raises:
@@ -120,7 +120,7 @@ class SimulatedEngine:
     """The expert engine of one simulated device.
 
     Args:
-        budget: share (float) or bytes (int) of expert memory.
+        budget: of expert memory.
         prefetch: None: no prefetch. min_useful: of its governor; 0: prefetch is never turned off.
         check: check the cache's invariants after each layer.
         pre_evict: the release target; None: no pre-eviction. A trace has a layer's predicted probabilities for its top
@@ -147,7 +147,7 @@ class SimulatedEngine:
         self,
         header: TraceHeader,
         machine: Machine,
-        budget: float | int,
+        budget: Budget,
         eviction: EvictionPolicy,
         prefetch: PrefetchPolicy | None = None,
         min_useful: float = 0.0,
@@ -164,7 +164,7 @@ class SimulatedEngine:
         popularity: NDArray[np.int64] | None = None,
     ) -> None:
         keys, slot_bytes = header.layers * header.experts, header.slot_bytes
-        bought = budget_bytes(budget, slot_bytes, keys)
+        bought = budget.bytes_of(slot_bytes, keys)
         owners = owners_of(header, machine.gpus) if evictions else [0] * keys
         slots, replicas = min(bought // slot_bytes, owners.count(0)), None
         if low_bit is not None:
@@ -408,7 +408,7 @@ def engine_of(
     settings: PolicySettings,
     header: TraceHeader,
     machine: Machine,
-    budget: float | int,
+    budget: Budget,
     eviction: EvictionPolicy,
     prefetch: PrefetchPolicy | None,
     split: SplitLayout | None = None,

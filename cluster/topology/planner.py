@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...actors.policies.sharding import owned_experts, spread_by_bytes
-from ...actors.settings import mixed_slots
+from ...actors.slot_budget import mixed_slots
 from ...errors import BudgetError, ConfigError
 from ..host import STORE_CPUS
 from ..report.tables import size

@@ -18,6 +18,7 @@ import torch
 import traces
 from cache_rigs import begin_layer
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
@@ -364,7 +365,7 @@ def test_who_runs_on_a_replica(mixed: Mixed) -> None:
 def test_several_gpus_are_refused() -> None:
     policy = PolicySettings(name="x", lossless=False, on_miss="low-bit")
     with pytest.raises(ConfigError, match="memory of one GPU"):
-        check_combination(EngineSettings(policy=policy, budget=0.5, shards=ShardSettings(count=2)))
+        check_combination(EngineSettings(policy=policy, budget=Budget(share=0.5), shards=ShardSettings(count=2)))
 
 
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
@@ -382,7 +383,7 @@ def test_simulated(prefetch: str, tmp_path: Path) -> None:
             low_bit={"share": 0.3} if on_miss == "low-bit" else {},
         )  # fmt: skip
         engine = engine_of(
-            policy, header, Machine(name="m", link_gbps=0.05, **traces.COSTS.model_dump()), 0.4,
+            policy, header, Machine(name="m", link_gbps=0.05, **traces.COSTS.model_dump()), Budget(share=0.4),
             eviction_of(policy, header), policy.make_prefetch(PolicyContext(3, 16, 4)),
         )  # fmt: skip
         engine._check = True

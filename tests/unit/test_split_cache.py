@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, PendingSegment, SharedPending, SlotPool
@@ -185,7 +186,7 @@ def test_a_cache_fetches_a_promised_expert_once() -> None:
 def simulated(trace: Trace, cut: SplitLayout, prefetch: bool, gbps: float | None) -> SimulatedEngine:
     header = trace.header
     return SimulatedEngine(
-        header, Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps), 1.0,
+        header, Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps), Budget(share=1.0),
         split_eviction(Lru, header.layers, header.experts),
         NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None, check=True, split=cut,
     )  # fmt: skip

@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ....actors.budget import AutoBudget
 from ....actors.policies.cost import Link, load_s
 from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
@@ -86,7 +85,7 @@ def start_worker(config: RunConfig, *, optional_workers: bool = True) -> Any:
     settings = engine_settings(on_this_machine(config))
     check_artifacts(settings.policy, config)
     store = prepared_store(config, settings)
-    if isinstance(settings.budget, AutoBudget) or config.policy == DEFAULT_POLICY:
+    if settings.budget.auto is not None or config.policy == DEFAULT_POLICY:
         nodes, facts = this_machine(local_ray(config, settings)), facts_of_store(store, config.model_dir)
         settings, _ = decided(config, settings, facts, nodes, here=True)
     policy = settings.policy
