@@ -33,8 +33,9 @@ from tiermoe.cluster.jobs.bench.metrics import (
     ratio,
     rows_of,
 )
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts, serve
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
+from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.errors import BudgetError, CheckpointError, RuntimeFailure
 from tiermoe.limits import usable_cores
 

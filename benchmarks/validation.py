@@ -32,10 +32,9 @@ from tiermoe.cluster.jobs.bench.serving import (
     ensure_artifacts,
     heldout_prompts,
     record_served,
-    run_config,
     serve,
-    start_worker,
 )
+from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.cluster.jobs.measure_machine import measure_machine
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.jobs.replay import replay, require_replayable

@@ -29,7 +29,7 @@ from tiermoe.actors.settings import LinkSettings
 from tiermoe.cluster import config as configs
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import engine_settings, load_run_config
-from tiermoe.cluster.jobs.bench.serving import run_config
+from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.topology import inputs
 from tiermoe.cluster.topology.decided import decided
 from tiermoe.cluster.topology.spec import NodeInfo, cluster_spec

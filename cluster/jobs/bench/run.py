@@ -28,6 +28,7 @@ from ...config import (
 from ...host import cpu, versions
 from ...report.results import measured_rows, percentiles
 from ...simulate.machine import Machine, load_machine, without_ndp
+from ..local_worker import run_config, start_worker
 from ..prepare.measures import add_predictors_of_trace
 from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
@@ -55,10 +56,8 @@ from .serving import (
     own_store,
     prompts_of_file,
     record_split,
-    run_config,
     shape_of,
     split_prompts,
-    start_worker,
 )
 
 _QUALITY = ("perplexity_ratio", "top1_agreement", "kl_nats", "same_tokens")

@@ -200,7 +200,7 @@ def making_s(policy: PolicySettings, config: RunConfig) -> float | None:
 def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
     """Operations of making one artifact; a token is taken for one byte of text, the least that it can be."""
     from ...simulate.predictors import TRAINING_ROWS
-    from ..profile.profile_options import OUTPUT_TOKENS
+    from ..profile import OUTPUT_TOKENS
 
     each = facts.layers * facts.expert_elements  # of one expert in each layer
     forward = 2.0 * (facts.dense_elements + facts.top_k * each)  # of one token
