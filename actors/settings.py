@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..errors import ConfigError
 from .base_settings import Settings, in_panel, in_unit
 from .budget import Budget
 from .policies.cost import NdpProfile
@@ -122,21 +121,11 @@ class NdpSettings(Settings):
         return NdpProfile.from_dict(self.hardware)
 
     def cores_of(self, index: int) -> tuple[int, ...]:
-        """The cores of worker 0..N-1, one for each thread; none: any.
-
-        Raises:
-            ConfigError: fewer cores than threads of one worker, or one core twice.
-        """
-        threads = self.worker_threads
-        count = len(self.cores) // threads
+        """The cores of worker 0..N-1, one for each thread; none: any. Fewer than threads are refused before a start."""
         if not self.cores:
             return ()
-        if count == 0 or len(set(self.cores)) < len(self.cores):
-            raise ConfigError(
-                f"ndp.cores is {list(self.cores)}, for {threads} threads",
-                f"name at least {threads} cores, each once, or lower ndp.threads",
-            )
-        first = index % count * threads
+        threads = self.worker_threads
+        first = index % (len(self.cores) // threads) * threads
         return self.cores[first : first + threads]
 
 

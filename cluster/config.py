@@ -16,7 +16,7 @@ from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError, m
 
 from ..actors.base_settings import Settings, in_panel, in_unit
 from ..actors.budget import Budget
-from ..actors.combinations import check_combination
+from ..actors.combinations import Refusal, check_combination, refuse_first
 from ..actors.gpu_driver import absent, check_gpu, gpus_free_bytes, has_gpu, hidden
 from ..actors.policies.cost import NdpProfile
 from ..actors.policies.sharding import Ownership
@@ -380,7 +380,6 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         store=config.cluster.store,
         trace=trace,
     )
-    settings.ndp.cores_of(0)  # refuses what cannot be
     check_combination(settings)
     return settings
 
@@ -388,21 +387,23 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
 def _check_ray(config: RunConfig, policy: PolicySettings) -> None:
     """Refuse settings of a local Ray for one that is joined, and fewer CPUs than the actors' threads."""
     local_only = sorted({"num_cpus", "object_store_bytes", "dashboard"} & config.ray.model_fields_set)
-    if config.ray.address is not None and local_only:
-        raise ConfigError(
-            f"ray.{local_only[0]} describes a local Ray, but ray.address joins a running one", "leave one of them out"
-        )
-    cpus, threads = config.ray.num_cpus, config.worker_threads
-    needed = config.cpus_of_actors(policy)
-    if config.ray.address is None and cpus is not None and cpus < needed:
-        shards, ndp = config.cluster.shards, config.ndp_workers(policy)
-        times = f" on each of {shards} GPUs" if shards > 1 else ""
-        who = f"{ndp} NDP workers with" if ndp > 1 else "the NDP worker's"
-        near = f", {who} {config.ndp_threads}" if ndp else ""
-        raise ConfigError(
+    joined, cpus, threads = config.ray.address is not None, config.ray.num_cpus, config.worker_threads
+    needed, shards, ndp = config.cpus_of_actors(policy), config.cluster.shards, config.ndp_workers(policy)
+    times = f" on each of {shards} GPUs" if shards > 1 else ""
+    who = f"{ndp} NDP workers with" if ndp > 1 else "the NDP worker's"
+    near = f", {who} {config.ndp_threads}" if ndp else ""
+    refuse_first((
+        Refusal(
+            joined and bool(local_only),
+            f"ray.{''.join(local_only[:1])} describes a local Ray, but ray.address joins a running one",
+            "leave one of them out",
+        ),
+        Refusal(
+            not joined and cpus is not None and cpus < needed,
             f"ray.num_cpus is {cpus}, but the worker's {threads} threads{times}{near} and the store need {needed}",
             "raise ray.num_cpus, or lower threads",
-        )
+        ),
+    ))  # fmt: skip
 
 
 def check_model_is_there(path: Path) -> None:
