@@ -37,7 +37,7 @@ from tiermoe.cluster.jobs.bench.serving import (
 from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.cluster.jobs.measure_machine import measure_machine
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
-from tiermoe.cluster.jobs.replay import replay, require_replayable
+from tiermoe.cluster.jobs.replay import Replay, require_replayable
 from tiermoe.cluster.simulate.executor import context_of
 from tiermoe.cluster.simulate.machine import Machine, machine_of
 from tiermoe.cluster.simulate.trace import Trace, TraceHeader
@@ -167,7 +167,7 @@ def _machine(config: RunConfig, costs: MachineCosts, header: TraceHeader) -> tup
 
 def _replayed(trace: Trace, policy: str, machine: Machine, slots: int) -> dict[str, Any]:
     budget, context = Budget(nbytes=slots * trace.header.slot_bytes), context_of(trace.header)
-    return replay(trace, load_policy(policy), context, machine, budget, first=1, console=Console(quiet=True))
+    return Replay(trace, load_policy(policy), context, machine, budget, first=1, console=Console(quiet=True))()
 
 
 def _bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:

@@ -19,7 +19,7 @@ from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import SplitOptions
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.cluster.jobs.replay import replay, replay_policy, with_prefetch
+from tiermoe.cluster.jobs.replay import Replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status_tables import configurator_rows
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_split, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
@@ -255,7 +255,7 @@ class TestSimulated:
     @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
     def test_replay_of_a_preset_with_split_experts(self, trace: Trace, prefetch: str) -> None:
         policy = with_prefetch(POLICY, prefetch)
-        runs = [replay(trace, policy, context_of(trace.header), machine(1e-3), Budget(share=0.5)) for _ in range(2)]
+        runs = [Replay(trace, policy, context_of(trace.header), machine(1e-3), Budget(share=0.5))() for _ in range(2)]
         for run in runs:
             for own in ("record_s", "configure_s"):
                 run["configurator"].pop(own)
@@ -270,7 +270,7 @@ class TestSimulated:
             neurons_of(traces.header())
         policy = replay_policy("moepic-no-cca", "expert-map")
         with pytest.raises(ConfigError, match="no order for the experts of one layer"):
-            replay(trace, with_prefetch(policy, "none"), context_of(trace.header), machine(1), Budget(share=0.5))
+            Replay(trace, with_prefetch(policy, "none"), context_of(trace.header), machine(1), Budget(share=0.5))()
 
 
 def test_settings() -> None:
