@@ -203,6 +203,7 @@ setup(
                 "actors/core/stream_module.cpp",
                 "actors/core/thread_link.cpp",
                 "actors/core/virtual_link.cpp",
+                "actors/core/virtual_module.cpp",
                 "actors/core/virtual_run.cpp",
                 # the orders of eviction, rules, and the copying thread: not those of _cpu, which are compiled otherwise
                 "kernels/cpu/importance.cpp",

@@ -117,6 +117,7 @@ class GpuWorker:
         from .engine.describe import describe
         from .engine.engine import ExpertEngine
         from .engine.make_device import make_device
+        from .engine.model.architecture import left_out
         from .engine.model.attention import attention_of_steps
         from .engine.model.compile import CompiledDense
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
@@ -154,6 +155,7 @@ class GpuWorker:
                 predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
             artifacts = read_policy_artifacts(settings.policy, folder, manifest)
             vocabulary, no_grammars = _vocabulary_of(folder)
+            no_towers = left_out(folder)
         blocks = find_blocks(self._model, manifest)
         top_k = experts_per_token(self._model.config)
         self._begin("probing")
@@ -161,7 +163,7 @@ class GpuWorker:
             settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
             self._matcher_link(), predictors, artifacts, low_bit, manifest.published,
         )  # fmt: skip
-        self._engine.notes += no_grammars
+        self._engine.notes += no_grammars + no_towers
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)
         experts = [block.experts for block in blocks]

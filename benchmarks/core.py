@@ -1,6 +1,6 @@
 """`bench core`: microseconds of the core in a layer, by preset and as the model grows; layer steps of the simulator.
 
-No kernel and no copy takes time: what is measured decides and accounts (`core::VirtualRun`, with prefetch and hooks).
+No kernel and no copy takes time: what is measured decides and accounts (`core::VirtualRun`, with a policy's Python).
 The simulator's layer steps a second are of its whole time on one thread, reading the trace apart.
 The second table is of random routing, so that each layer has as many misses whatever the model's size; a victim and a
 layer's bookkeeping should then cost the same.
@@ -21,7 +21,6 @@ from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
 from tiermoe.cluster.jobs.replay import engine_for
-from tiermoe.cluster.simulate.backend import RecordedForward
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import load_machine
 from tiermoe.cluster.simulate.trace import Trace
@@ -77,18 +76,16 @@ def _replayed(preset: str) -> tuple[float, float]:
     """Microseconds of a layer, and the simulator's layer steps a second, on the project's recorded routing."""
     trace, settings = Trace(default_model_dir() / "routing"), load_policy(preset)
     header, requests = trace.header, list(trace.requests())
-    share = 1.0 if settings.preload == "all" else SHARE
-    engine = engine_for(settings, header, load_machine(header, None, 16.0, 10.0), Budget(share=share))
-    run, spent_s = engine.recorded, [0.0]
-    assert run is not None  # no preset of this case changes the routing or has a peer
-    plain = run.forward
+    budget = Budget(share=1.0 if settings.preload == "all" else SHARE)
+    engine = engine_for(settings, header, load_machine(header, None, 16.0, 10.0), budget)
+    layers, spent_s = engine.layers, [0.0]
 
-    def timed(forward: RecordedForward, dense_s: float) -> None:
+    def timed(*args: object) -> None:
         begin_s = time.thread_time()
-        plain(forward, dense_s)
+        layers(*args)
         spent_s[0] += time.thread_time() - begin_s
 
-    run.forward = timed  # type: ignore[method-assign]
+    engine.layers = timed  # type: ignore[method-assign]
     begin_s = time.thread_time()
     steps = serve(engine, requests).forwards * header.layers
     return spent_s[0] / steps * 1e6, steps / (time.thread_time() - begin_s)
@@ -113,7 +110,7 @@ def _random(kind: str, layers: int, experts: int) -> tuple[float, float]:
     spent_s, missed = 0.0, 0
     for number, ids in enumerate(forwards):
         before, begin_s = decides.summed.misses, time.thread_time()
-        run.forward(ids, 0.0, [], None, None, None, None, None, None)
+        run.forward(ids, 0.0)
         if number >= len(forwards) - FORWARDS:
             spent_s += time.thread_time() - begin_s
             missed += decides.summed.misses - before

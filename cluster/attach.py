@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray._private import state as gcs  # what `ray list actors` shows, without a dashboard
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..errors import ConfigError, RuntimeFailure, TierMoeError
 from .placement import ENDPOINTS, LEAD, family, split_name
+from .ray_internals import actor_table
 from .ray_session import NAMESPACE, as_failure, join, leave, refuse_second, without_ray_notices
 
 CONTROL = "control"  # the concurrency group of calls that must get through while every request thread is busy
@@ -156,7 +156,7 @@ def actor_records(table: Sequence[dict[str, Any]] | None = None) -> list[ActorRe
         table: Ray's; None: that of the Ray of this process.
     """
     records = []
-    for entry in table if table is not None else list(gcs.actors().values()):
+    for entry in table if table is not None else list(actor_table().values()):
         parts = split_name(str(entry.get("Name") or ""))
         if parts is None:
             continue
@@ -238,9 +238,7 @@ class Attachment:
         if not ids:
             raise RuntimeFailure(f"no deployment runs in the Ray at '{self.address}'", "start one with `tiermoe up`")
         if deployment is not None and deployment not in ids:
-            raise RuntimeFailure(
-                f"no deployment '{deployment}' runs at '{self.address}'", f"it has {', '.join(ids)}"
-            )
+            raise RuntimeFailure(f"no deployment '{deployment}' runs at '{self.address}'", f"it has {', '.join(ids)}")
         if deployment is None and len(ids) > 1:
             raise ConfigError(
                 f"{len(ids)} deployments run at '{self.address}'", f"pass --deployment with one of {', '.join(ids)}"

@@ -163,25 +163,30 @@ class _Utf8:
 
 
 class _Ends:
-    """Takes up to `start` letters from the text's beginning and up to `stop` from its end, if they are `content`."""
+    """Takes up to `start` letters from the text's beginning and up to `stop` from its end, if they are `content`.
+
+    waiting: places of tokens behind the begin of what is held, from there on.
+    """
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content, self._start, self._stop = content, start, stop
         self.held = ""
+        self._waiting: tuple[int, ...] = ()
 
     def feed(self, piece: Piece) -> Iterable[Piece]:
         bare = piece.text.lstrip(self._content)
         taken = min(self._start, len(piece.text) - len(bare))
         self._start = 0 if taken < len(piece.text) else self._start - taken
-        starts = tuple(len(self.held) + max(0, start - taken) for start in piece.starts)
+        starts = (*self._waiting, *(len(self.held) + max(0, start - taken) for start in piece.starts))
         text = self.held + piece.text[taken:]
         ready = len(text) - min(self._stop, len(text) - len(text.rstrip(self._content)))
         self.held = text[ready:]
-        return (Piece(text[:ready], starts),)
+        self._waiting = tuple(start - ready for start in starts if start > ready)
+        return (Piece(text[:ready], tuple(start for start in starts if start <= ready)),)
 
     def finish(self) -> Iterable[Piece]:
-        self.held = ""
-        return ()
+        starts, self.held, self._waiting = self._waiting, "", ()
+        return (Piece("", (0,) * len(starts)),)  # what they began is taken
 
 
 class _Replaced:

@@ -16,12 +16,12 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import state as gcs  # what is free on each node, without a dashboard
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from ..errors import RuntimeFailure
 from ..proto.peers import MATCHER
+from .ray_internals import free_resources
 from .topology.spec import PlannedActor, Topology
 
 LEAD, ENDPOINTS = "lead", "endpoints"
@@ -155,7 +155,7 @@ class Placement:
             of_node = wanted.setdefault(actor.node, {})
             for name, amount in actor.resources.items():
                 of_node[name] = of_node.get(name, 0.0) + amount
-        free = gcs.available_resources_per_node()
+        free = free_resources()
         return "; ".join(
             f"{amount:g} {name} on {self._address(node)}, which has {free[node].get(name, 0.0):g} free"
             for node, needs in sorted(wanted.items())

@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,11 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 import ray
-import ray._private.node as ray_node
-import ray._private.ray_constants as ray_constants
-import ray._private.worker
 import ray.exceptions as rex
-from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from .. import errors
 from ..errors import RuntimeFailure, TierMoeError
@@ -31,6 +26,7 @@ from ..proto.options import is_loopback
 from ..proto.private import own_folder, reachable
 from .host import thread_limits
 from .ray_auth import check_joinable, ensure_private_token
+from .ray_internals import JOB_CONFIG, OF_JOB, PlainNode, QuietNode, head_of, on_loopback, session_folder
 from .scratch import Scratch
 
 LOOPBACK = "127.0.0.1"  # of every port of a local Ray
@@ -42,8 +38,6 @@ _RAY_SWITCHES = {
     "RAY_preallocate_plasma_memory": "1",  # else a message ends it where /dev/shm is full (SIGBUS)
     "RAY_task_events_report_interval_ms": "0",  # else the GCS keeps 100,000 events of tasks, and grows
 }
-# What a Ray job has in its environment: packages of the cluster's that runs it, which a Ray of its own cannot fetch.
-_OF_JOB = dict.fromkeys((RAY_JOB_CONFIG_JSON_ENV_VAR, ray_constants.RAY_RUNTIME_ENV_HOOK))
 _OPTIONS = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
 _RAY_THREADS = "ray_"
 _MORE = "run `tiermoe doctor` to see memory and devices, and run again"
@@ -55,65 +49,13 @@ def refuse_second() -> None:
         raise RuntimeFailure("this process uses Ray already", "leave the other deployment first")
 
 
-class _Node(ray_node.Node):
-    """A head node, whose driver is in the root folder once its processes run, in the user's.
-
-    Ray puts the folder that its driver is in at the front of its workers' module path, where files of a clone would
-    shadow modules (`profile`, `trace`, `triton`). `start_local` goes back.
-
-    The agent that each node runs listens on a free port. Ray's default is one fixed port: while this Ray had it, no
-    other Ray of the machine could run jobs (`ray job submit`).
-    """
-
-    def __init__(self, ray_params: Any, *args: Any, **options: Any) -> None:
-        ray_params.dashboard_agent_listen_port = 0
-        super().__init__(ray_params, *args, **options)
-        os.chdir("/")
-
-
-class _Head(_Node):
-    """A head node without dashboard, autoscaler and log monitor: a Ray of one program uses none of them.
-
-    Ray has no option for this. Waiting for the dashboard's process alone took seconds of each start.
-    """
-
-    def start_api_server(self, **options: Any) -> None:
-        self._webui_url = ""
-
-    def start_monitor(self) -> None: ...
-
-    def start_log_monitor(self) -> None: ...
-
-
-@contextlib.contextmanager
-def _head_of(kind: type[ray_node.Node]) -> Iterator[None]:
-    """Inside the block, `ray.init` makes its head node of this class; then the process is where it was."""
-    before, folder = ray_node.Node, os.getcwd()
-    ray_node.Node = kind
-    try:
-        yield
-    finally:
-        ray_node.Node = before
-        os.chdir(folder)
-
-
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Inside the block, `ray.init` takes a loopback address as it is.
-
-    Ray puts the machine's own address in its place, at which a Ray on loopback does not listen. The constant is Ray's
-    switch for systems whose firewall asks at each port; it reads its environment variable at import only.
-    """
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
 def start_local(
-    scratch: Scratch, cpus: int, resources: dict[str, float], store_bytes: int, threads: int, dashboard: bool = False,
+    scratch: Scratch,
+    cpus: int,
+    resources: dict[str, float],
+    store_bytes: int,
+    threads: int,
+    dashboard: bool = False,
     memory: int | None = None,
 ) -> None:
     """Start a Ray of this process's own, on loopback; it ends with the process.
@@ -136,8 +78,8 @@ def start_local(
     # Actors inherit the thread limits as Ray's environment: a runtime_env would start a new process for each actor.
     # torch makes a directory for compiled code when it is imported: it is removed with the scratch directory
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.path / "inductor")}
-    head = _Node if dashboard else _Head
-    with _surroundings(_RAY_SWITCHES | thread_limits(threads) | inductor | _OF_JOB), _head_of(head), _on_loopback():
+    variables = _RAY_SWITCHES | thread_limits(threads) | inductor | dict.fromkeys(OF_JOB)
+    with _surroundings(variables), head_of(PlainNode if dashboard else QuietNode), on_loopback():
         ray.init(
             address="local",  # also inside a Ray job, whose environment names the cluster that runs it
             _node_ip_address=LOOPBACK,  # Ray's servers bind their node's address; all, if it is not loopback
@@ -185,8 +127,8 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
     own = {name: value for name, value in (variables or {}).items() if name not in of_job}
     options: dict[str, Any] = {"runtime_env": environment_of(own)} if own else {}
     # `auto` and a name are resolved as Ray does
-    bound = _on_loopback() if is_loopback(address.rpartition(":")[0]) else contextlib.nullcontext()
-    with _surroundings(_RAY_SWITCHES), bound, contextlib.chdir("/"):  # see `_Node`
+    bound = on_loopback() if is_loopback(address.rpartition(":")[0]) else contextlib.nullcontext()
+    with _surroundings(_RAY_SWITCHES), bound, contextlib.chdir("/"):  # see `PlainNode`
         try:
             ray.init(address=address, **options, **_OPTIONS)
         except Exception as error:
@@ -208,7 +150,7 @@ def environment_of(variables: dict[str, str]) -> dict[str, Any]:
 
 def _job_environment() -> dict[str, Any]:
     """The `runtime_env` that a Ray job which this process is gives its actors."""
-    config = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
+    config = json.loads(os.environ.get(JOB_CONFIG, "{}"))
     return dict(config.get("runtime_env") or {})
 
 
@@ -217,19 +159,6 @@ def leave() -> None:
     with contextlib.suppress(Exception):
         if ray.is_initialized():
             ray.shutdown()
-
-
-def session_folder() -> Path:
-    """Where the Ray of this process keeps its sockets and logs on this machine; it goes with that Ray."""
-    return Path(ray._private.worker._global_node.get_session_dir_path())
-
-
-def ray_processes() -> dict[str, subprocess.Popen[bytes]]:
-    """GCS and raylet by name, where they were started here."""
-    node = ray._private.worker._global_node
-    found = {} if node is None else node.all_processes
-    kinds = {"GCS": ray_constants.PROCESS_TYPE_GCS_SERVER, "raylet": ray_constants.PROCESS_TYPE_RAYLET}
-    return {name: found[kind][0].process for name, kind in kinds.items() if found.get(kind)}
 
 
 def ray_addresses() -> dict[str, str]:

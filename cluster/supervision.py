@@ -22,12 +22,12 @@ import grpc
 import psutil
 import ray
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from ray._private import state as gcs
 
 from ..errors import LoopDied, RuntimeFailure, StoreError, TierMoeError
 from .attach import CONTROL, ActorRecord, Lead, lead_record
 from .placement import LEAD, family, remake, split_name
-from .ray_session import as_failure, ray_addresses, ray_processes
+from .ray_internals import actor_table, ray_processes
+from .ray_session import as_failure, ray_addresses
 
 if TYPE_CHECKING:
     from .actor_group import ActorGroup
@@ -332,7 +332,7 @@ class RayWatch:
     def look(self) -> None:
         """Bring the list of actors up to date, and say which died. Blocks while the GCS does."""
         found: dict[str, _Process] = {}
-        table = gcs.actors()
+        table = actor_table()
         for actor_id, entry in table.items():
             name = self._name(entry)
             if name is None or entry["State"] != "ALIVE":

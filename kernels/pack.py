@@ -11,7 +11,7 @@ v7, and stores them in b vectors of 64 bytes:
     3 bits   v0 | v1 << 3 | (v6 & 3) << 6,  v2 | v3 << 3 | (v7 & 3) << 6,
              v4 | v5 << 3 | (v6 >> 2) << 6 | (v7 >> 2) << 7
 
-Each field is at most one shift and one `and` away. The whole layout: docs/checkpoints.md, "Packed replicas".
+Each field is at most one shift and one `and` away. The whole layout: docs/store-format.md, "Packed replicas".
 """
 
 from __future__ import annotations

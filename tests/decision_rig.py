@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +36,16 @@ from tiermoe.actors.policies.baselines import Predictor
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from tiermoe.actors.policies.cost import NdpProfile
 from tiermoe.actors.policies.fmoe import ExpertMapPolicy
+from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.actors.policies.registry import make
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.simulate import executor
-from tiermoe.cluster.simulate.backend import RecordedBackend
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, eviction_of, first_split
+from tiermoe.cluster.simulate import executor, gpu
+from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, context_of, eviction_of, first_split
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.cluster.simulate.peers import SimulatedNdp, SimulatedTask
+from tiermoe.cluster.simulate.peers import Peers, SimulatedNdp, SimulatedTask
 from tiermoe.cluster.simulate.trace import Trace, TraceHeader
 from tiermoe.proto.messages import ExpertResult
 
@@ -83,6 +83,7 @@ class Log:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self.asked = _core.AskedLog()
+        self.sent: list[str] = []
         self.forwards = 0
 
     def add(self, line: str) -> None:
@@ -115,6 +116,62 @@ class LoggedCache(ExpertCache):
         self.core.log_to(self.log.asked)
 
 
+class LoggedPeers(Peers):
+    """Says what they run, once the layer's loads are queued (`LoggedRun`)."""
+
+    log: ClassVar[Log]
+
+    def send(self, away: Sequence[Remote], routing: _core.Routing) -> None:
+        by_peer: dict[str, list[str]] = {}
+        for remote in away:
+            by_peer.setdefault(remote.peer, []).append(f"{remote.key}{f'b{remote.bits}' if remote.bits else ''}")
+        self.log.sent = [f"> {peer} {' '.join(keys)}" for peer, keys in by_peer.items()]
+        super().send(away, routing)
+
+
+class LoggedRun(_core.VirtualRun):
+    """Says what its layers run."""
+
+    log: ClassVar[Log]
+
+    def __init__(self, core: _core.Core, *costs: Any) -> None:
+        super().__init__(core, *costs)
+        self._core = core
+
+    def forward(
+        self, ids: Any, dense_s: float, *, place: Any = None, ahead: Any = None, ran: Any = None, **calls: Any
+    ) -> None:
+        pairs = list[tuple[int, int]]()
+
+        def placed(layer: int, needed: Any, experts: Any, counts: Any) -> Any:
+            pairs[:] = zip(experts, counts, strict=True)
+            return (needed, (), False) if place is None else place(layer, needed, experts, counts)
+
+        def looked_ahead(layer: int) -> None:
+            if ahead is not None:
+                ahead(layer)
+            for line in self.log.sent:
+                self.log.add(line)
+            self.log.sent = []
+
+        def has_run(layer: int) -> None:
+            self._say(layer, pairs)
+            if ran is not None:
+                ran(layer)
+
+        super().forward(ids, dense_s, place=placed, ahead=looked_ahead, ran=has_run, **calls)
+
+    def run(self, layer: int, tokens: int, experts: Any, counts: Any, keep: Any) -> None:
+        super().run(layer, tokens, experts, counts, keep)
+        self._say(layer, zip(experts, counts, strict=True))
+
+    def _say(self, layer: int, pairs: Iterable[tuple[int, int]]) -> None:
+        run, _ = self._core.planned
+        held = " ".join(map(str, self._core.states.nonzero()[0].tolist()))
+        needs = " ".join(f"{e}x{n}" for e, n in pairs)
+        self.log.add(f"L{layer} {needs} | {' '.join(map(str, run))} | {zlib.crc32(held.encode()):08x}")
+
+
 class ScriptedNdp(SimulatedNdp):
     """Near-data devices whose batches take whole ticks, and which are gone for some forwards."""
 
@@ -132,7 +189,7 @@ class ScriptedNdp(SimulatedNdp):
 @contextmanager
 def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
     """The simulator on such a link and such peers, saying what its layers run."""
-    begin, forward = RecordedBackend.begin, SimulatedEngine.forward
+    forward = SimulatedEngine.forward
 
     def begun(self: SimulatedEngine, parts: Any) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
@@ -142,33 +199,20 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
             self.ndp.available = log.forwards % _ABSENT != 0
         forward(self, parts)
 
-    def loaded(self: Any, of: Any) -> None:
-        by_peer: dict[str, list[str]] = {}
-        for remote in of.remote:
-            by_peer.setdefault(remote.peer, []).append(f"{remote.key}{f'b{remote.bits}' if remote.bits else ''}")
-        for peer, keys in by_peer.items():
-            log.add(f"> {peer} {' '.join(keys)}")
-        begin(self, of)
-
-    def ran(self: Any, of: Any) -> None:
-        pairs = " ".join(f"{e}x{n}" for e, n in zip(of.routing.experts, of.routing.counts, strict=True))
-        run, _ = of.step.cache.core.planned
-        held = " ".join(map(str, sorted(of.step.cache.residency.held())))
-        log.add(f"L{of.step.index} {pairs} | {' '.join(map(str, run))} | {zlib.crc32(held.encode()):08x}")
-
     with pytest.MonkeyPatch.context() as patch:
         def link(clock: _core.Clock, machine: Machine) -> _core.VirtualLink:
             """Whose copies take whole ticks."""
             whole = header.slot_bytes
             return _core.VirtualLink(clock, lambda n: max(1, -(-n * script.copy // whole)) * TICK, machine.wait_s)
 
-        patch.setattr(LoggedCache, "log", log, raising=False)
-        patch.setattr(executor, "ExpertCache", LoggedCache)
-        patch.setattr(executor, "virtual_link", link)
+        for logged in (LoggedCache, LoggedRun, LoggedPeers):
+            patch.setattr(logged, "log", log, raising=False)
+        patch.setattr(gpu, "ExpertCache", LoggedCache)
+        patch.setattr(gpu, "VirtualRun", LoggedRun)
+        patch.setattr(gpu, "virtual_link", link)
         patch.setattr(ScriptedNdp, "script", script, raising=False)
         patch.setattr(executor, "SimulatedNdp", ScriptedNdp)
-        patch.setattr(RecordedBackend, "begin", loaded)
-        patch.setattr(RecordedBackend, "combine", ran)
+        patch.setattr(executor, "Peers", LoggedPeers)
         patch.setattr(SimulatedEngine, "forward", begun)
         yield
 
@@ -266,15 +310,13 @@ def engine_of(preset: str, trace: Trace, script: Script, check: bool = True, **m
     if settings.low_bit is None:
         rerouting = make_rerouting(settings, header.layers, header.experts, True, artifacts, header.slot_bytes)
     counts = np.arange(header.layers * header.experts, dtype=np.int64).reshape(header.layers, -1) * 7 % 31
-    engine = SimulatedEngine(
-        header, scripted, budget, eviction, prefetch,
-        settings.prefetch.min_useful, check=check,
-        split=None if settings.split.kind == "off" else first_split(header, settings, budget),
-        pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting, low_bit=settings.low_bit,
-        writeback=settings.evict_writeback, adaptive=settings if settings.split.kind == "adaptive" else None,
-        trials=PrefetchTrials() if settings.adapts_prefetch else None, placement=settings, evictions=others,
-        popularity=counts,
+    policies = Policies(
+        eviction, prefetch, others, trials=PrefetchTrials() if settings.adapts_prefetch else None,
+        pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting,
+        split=None if settings.split.kind == "off" else first_split(header, settings, budget), popularity=counts,
+        settings=settings,
     )  # fmt: skip
+    engine = SimulatedEngine(header, scripted, budget, policies, check)
     if settings.preload == "all":
         engine.preload()
     return engine

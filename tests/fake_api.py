@@ -16,10 +16,11 @@ from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent, TokenLogprob
 from tiermoe.cluster.api.keys import KeyRing
 from tiermoe.cluster.api.lead import LeadState
+from tiermoe.cluster.api.model import ServedModel
 from tiermoe.cluster.api.origins import Access
 from tiermoe.cluster.api.records import Sink
 from tiermoe.cluster.api.routes import make_app
-from tiermoe.cluster.api.service import Service
+from tiermoe.cluster.api.runs import Runs
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.templates import ChatTemplate
 from tiermoe.cluster.checkpoints.generation import NO_DEFAULTS, GenerationDefaults
@@ -157,21 +158,35 @@ def serving(
     access: Access | None = None,
     share_prefix_cache: bool = False,
     defaults: GenerationDefaults = NO_DEFAULTS,
-) -> tuple[Service, Callable[[], httpx.AsyncClient]]:
-    """The service, and clients of it."""
+) -> tuple[Runs, Callable[[], httpx.AsyncClient]]:
+    """What runs, and clients of a server of it."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
-    service = Service(
-        backend, tokenizer or byte_tokenizer(), chats, "fake", limits or LimitSettings(),
-        share_prefix_cache=share_prefix_cache, defaults=defaults,
-    )  # fmt: skip
-    app = make_app(service, None if keys is None else KeyRing(keys), sinks=sinks, access=access)
+    tokenizer, limits = tokenizer or byte_tokenizer(), limits or LimitSettings()
+    model = ServedModel("fake", backend.plan, tokenizer, chats, limits, defaults=defaults)
+    runs = Runs(backend, tokenizer, limits, share_prefix_cache)
+    app = make_app(model, runs, None if keys is None else KeyRing(keys), sinks=sinks, access=access)
 
     def client() -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
-    return service, client
+    return runs, client
 
 
+def template_of(calls: str, several: str = "") -> str:
+    """A template whose calls are written so; `c` is one, `json` its arguments. several: what is before all calls."""
+    return (
+        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+        "{{ m.content }}{% set calls = m.tool_calls or [] %}" + several + "{% for c in calls %}"
+        "{% set f = c.function %}{% set json = f.arguments | tojson %}" + calls + "{% endfor %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+
+CALLS_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{\"name\": \"{{ c.function.name }}\", \"arguments\": "
+    "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endfor %}"
+)
 WAIT_S = 20.0
 Call = Callable[[httpx.AsyncClient], Awaitable[Any]]
 
@@ -180,10 +195,10 @@ def ask(backend: FakeBackend, call: Call, **options: Any) -> Any:
     """What a call on a client of a fresh server returns."""
 
     async def run() -> Any:
-        service, client = serving(backend, **options)
+        runs, client = serving(backend, **options)
         async with client() as http:
             result = await asyncio.wait_for(call(http), WAIT_S)
-        assert service.admission.waiting == service.admission.inside == backend.open == 0
+        assert runs.admission.waiting == runs.admission.inside == backend.open == 0
         return result
 
     return asyncio.run(run())

@@ -19,7 +19,7 @@ from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import PrefetchPolicy
 from tiermoe.actors.store.files import StoreView, open_views
-from tiermoe.cluster.simulate.backend import NoDevice, NoPool
+from tiermoe.cluster.simulate.gpu import PoolSize
 from tiermoe.errors import RemoteFailure, RuntimeFailure
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from tiermoe.proto.peers import ndp_name
@@ -157,12 +157,10 @@ def at_rest() -> Governor:
 
 def virtual_cache(layers: int, experts: int, slots: int) -> ExpertCache:
     """Of experts of a byte that move nothing, each copy in a second of `clock`."""
-    clock, memory = Clock(), NoPool(slots, 1, slots)
+    clock, pool, nowhere = Clock(), PoolSize(slots, 1, slots), None
     stats = EngineStats(layers=[LayerStats() for _ in range(layers)])
-    nowhere: Any = memory
-    device: Any = NoDevice()
     return ExpertCache(
-        nowhere, [nowhere] * layers, device, experts, slots, 1, Lru(), stats, Timeline(False),
+        pool, [nowhere] * layers, nowhere, experts, slots, 1, Lru(), stats, Timeline(False),
         VirtualLink(clock, float, 0.0), clock,
     )  # fmt: skip
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +30,44 @@ ACTIVATIONS = {
 }
 # of the largest value of a result, where sums are in float32 and results rounded
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+# module, kernel, what it is compiled with as JSON: types of its arguments and constants, and the capability of the GPU
+_COMPILE = """
+import importlib, json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+module, name, types, constants, capability = sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:])
+kernel = getattr(importlib.import_module(module), name)
+source = ASTSource(
+    fn=kernel, signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
+    constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+)
+ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
+assert ".target sm_%d" % capability in ptx
+free = [param.name for param in kernel.params if param.do_not_specialize]
+print(json.dumps(["mma" if "mma" in ptx else "fma", free]))
+"""
+
+
+def compiled(
+    module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], capability: int, cache: Path
+) -> tuple[str, list[str]]:
+    """A kernel of `tiermoe.kernels.triton` for a GPU that need not be there.
+
+    Returns:
+        What multiplies, "mma" or "fma", and the arguments whose values are not specialised.
+    """
+    given = (f"tiermoe.kernels.triton.{module}", kernel, *map(json.dumps, (types, constants, capability)))
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, *given], timeout=500, check=False, capture_output=True, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    by, free = json.loads(done.stdout)
+    return by, free
 
 
 class Forbidden:

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+)
 
 from tiermoe.actors.store.replicas import REPLICAS_NAME
 
@@ -111,6 +118,55 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
 
 MODEL_TYPES: tuple[str, ...] = tuple(_OVERRIDES)
 
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+_INDEXED_MLA = {**_MLA, **_SIZES, **_ROUTED, **_INDEXED}
+# text models of composite checkpoints, by the type of the whole
+_COMPOSITES: dict[str, dict[str, Any]] = {
+    "qwen3_vl_moe": {
+        **_SIZES, **_HEAD, **_4_EXPERTS, "rope_parameters": {**_ROTARY, "mrope_section": [2, 1, 1]},
+    },
+    "glm4v_moe": {
+        **_SIZES, **_HEAD, **_ROUTED, **_DENSE_FIRST,
+        "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5},
+    },
+    "qwen3_5_moe": {
+        **_OVERRIDES["qwen3_next"],
+        "rope_parameters": {**_ROTARY, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]},
+    },
+    "qwen4_exp": {
+        **_OVERRIDES["qwen3_next"], "rope_parameters": {**_ROTARY, "mrope_section": [2, 1, 1]}, "indexer_budget": 16,
+        "indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    },
+    "gemma4": {
+        **_SIZES, **_HEAD, "num_experts": 4, "top_k_experts": 2, "enable_moe_block": True,
+        "expert_intermediate_size": 24, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB,
+        "global_head_dim": 8, "num_kv_shared_layers": 0,
+    },
+    "glm5_next": {
+        **_INDEXED_MLA, "qk_rope_head_dim": 0, "hc_mult": 2, "num_hidden_layers": 4, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "ernie4_5_vl_moe": {
+        "intermediate_size": 64, "moe_intermediate_size": [24, 24], "moe_num_experts": 4, "moe_k": 2,
+        "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 2]},
+    },
+    "minimax_m3_vl": {**_SMALL, **_HEAD, **_4_LOCAL, **_INDEXED},
+    "kimi_k25": {"model_type": "deepseek_v3", **_OVERRIDES["deepseek_v3"]},
+    "mistral3": {"model_type": "mistral4", **_MLA, **_SIZES, **_ROUTED},
+    "mistral_large4": _INDEXED_MLA,
+    "lfm2_vl": {"model_type": "lfm2_moe", **_OVERRIDES["lfm2_moe"]},
+    "internvl": {"model_type": "qwen3_moe", **_OVERRIDES["qwen3_moe"]},
+    "inkling2": {**_SIZES, **_HEAD, **_ROUTED},
+    "aria": {**_SMALL, "moe_num_experts": 4, "moe_topk": 2},
+}  # fmt: skip
+COMPOSITE_TYPES: tuple[str, ...] = tuple(_COMPOSITES)
+_TOWER = {  # of images or sound, by the names that their configurations have
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
+    "num_heads": 2, "num_key_value_heads": 2, "out_hidden_size": HIDDEN, "text_hidden_size": HIDDEN, "head_dim": 8,
+    "deepstack_visual_indexes": [0], "num_position_embeddings": 16, "decoder_hidden_size": HIDDEN,
+    "pos_emb_height": 4, "pos_emb_width": 4, "image_size": 28, "patch_size": 14, "d_model": 16, "encoder_layers": 1,
+}  # fmt: skip
+
 
 def tiny_config(model_type: str) -> PretrainedConfig:
     """The configuration of a tiny random model.
@@ -124,11 +180,30 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     return AutoConfig.for_model(model_type, **{**_BASE, **_OVERRIDES[model_type]})
 
 
+def composite_config(model_type: str) -> PretrainedConfig:
+    """The configuration of a tiny text model with towers of images or sound. model_type: of `COMPOSITE_TYPES`."""
+    whole, small = CONFIG_MAPPING[model_type], dict[str, dict[str, Any]]()
+    for part, kind in whole.sub_configs.items():
+        if part == "text_config":
+            continue
+        usual = getattr(whole(), part) if kind is AutoConfig else kind()
+        small[part] = {name: size for name, size in _TOWER.items() if getattr(usual, name, None) is not None}
+        if kind is AutoConfig:
+            small[part]["model_type"] = usual.model_type
+    return whole(text_config={**_BASE, **_COMPOSITES[model_type]}, **small)
+
+
+def whole_class(config: PretrainedConfig) -> Any:
+    """transformers' class of a composite configuration, with all of its towers."""
+    mappings = (AutoModelForImageTextToText._model_mapping, AutoModelForMultimodalLM._model_mapping)
+    return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+
+
 def save_tiny_checkpoint(model_type: str, directory: Path | str, seed: int = 0, **overrides: Any) -> Path:
     """Write a random float32 checkpoint, in the layout in which the architecture is published.
 
     Args:
-        model_type: one of `MODEL_TYPES`.
+        model_type: one of `MODEL_TYPES` or `COMPOSITE_TYPES`.
         directory: where to write; made if absent.
         seed: of the weights.
         overrides: configuration fields to set on top of the tiny configuration.
@@ -136,13 +211,14 @@ def save_tiny_checkpoint(model_type: str, directory: Path | str, seed: int = 0, 
     Returns:
         The directory.
     """
-    config = tiny_config(model_type)
+    config = composite_config(model_type) if model_type in _COMPOSITES else tiny_config(model_type)
     for name, value in overrides.items():
         setattr(config, name, value)
+    make = whole_class(config)._from_config if model_type in _COMPOSITES else AutoModelForCausalLM.from_config
     generator_state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = make(config, dtype=torch.float32)
         _unsettle(model)
         model.save_pretrained(directory)
     finally:

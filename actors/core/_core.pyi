@@ -395,22 +395,6 @@ class Watched:
 
     def take(self) -> list: ...
 
-class ByScores:
-    def __init__(self, by_votes: bool, distance: int, top: int, always: bool, synchronous: bool, wraps: bool, source: int) -> None: ...
-
-class VirtualRun:
-    def __init__(self, core: Core, link: VirtualLink, clock: Clock, expert_s: float, expert_row_s: float, share: float, load_byte_s: float, miss_s: float, neurons: int) -> None: ...
-
-    def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, keep: Sequence[int], next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None, scores: ByScores | None, routed: Callable[[int, Sequence[int], Sequence[int]], None] | None, ahead: Callable[[int], None] | None, ran: Callable[[int], None] | None, last_rows: Sequence[int] = []) -> None: ...
-
-    @property
-    def records(self) -> bool: ...
-
-    @records.setter
-    def records(self, arg: bool, /) -> None: ...
-
-    def take(self) -> list: ...
-
 class AskedLog:
     def __init__(self) -> None: ...
 
@@ -687,3 +671,30 @@ class InstantEvent:
     def done(self) -> bool: ...
 
     def synchronize(self) -> None: ...
+
+class ByScores:
+    def __init__(self, by_votes: bool, distance: int, top: int, always: bool, synchronous: bool, wraps: bool, source: int) -> None: ...
+
+class VirtualRun:
+    """The layers of a device on a virtual clock (virtual_run.hpp)."""
+
+    def __init__(self, core: Core, link: VirtualLink, clock: Clock, expert_s: float, expert_row_s: float, share: float, load_byte_s: float, miss_s: float, neurons: int) -> None: ...
+
+    def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, *, next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, scores: ByScores | None = None, last_rows: Sequence[int] = [], rule: object | None = None, place: object | None = None, send: Callable[[int], None] | None = None, ahead: Callable[[int], None] | None = None, join: Callable[[int], tuple[float, float]] | None = None, ran: Callable[[int], None] | None = None) -> None:
+        """
+        All layers of a forward. ids: as picked [L, T, K]. dense_s: of each layer. next_ids, next_scores: by which
+        `scores` prefetches [T, L, D, P]. The others are called in each layer, in this order.
+        """
+
+    def run(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int], keep: Sequence[int]) -> None:
+        """
+        A layer's rows that came in a message: experts, and the rows of each. keep: residents that leave last.
+        """
+
+    @property
+    def records(self) -> bool: ...
+
+    @records.setter
+    def records(self, arg: bool, /) -> None: ...
+
+    def take(self) -> list: ...

@@ -46,5 +46,6 @@ void bind_maps(nanobind::module_& m);    // maps_module.cpp
 void bind_python_layer(nanobind::module_& m);  // python_layer.cpp
 void bind_routing(nanobind::module_& m);  // routing_module.cpp
 void bind_streams(nanobind::module_& m);  // stream_module.cpp
+void bind_virtual(nanobind::module_& m);  // virtual_module.cpp
 
 }  // namespace tiermoe::core

@@ -15,7 +15,6 @@
 #include "python.hpp"
 #include "thread_link.hpp"
 #include "virtual_link.hpp"
-#include "virtual_run.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -25,10 +24,6 @@ namespace {
 
 template <typename T>
 using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-using Ids = nb::ndarray<const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;         // [L, T, K]
-using Next = nb::ndarray<const std::int64_t, nb::ndim<4>, nb::c_contig, nb::device::cpu>;        // [T, L, D, P]
-using NextScores = nb::ndarray<const double, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
 
 template <typename T, typename V>
 Array<T> view(V& values, nb::handle owner) {
@@ -236,45 +231,6 @@ NB_MODULE(_core, m) {
             found.append(nb::make_tuple(s.wait, s.layer, s.segment, static_cast<int>(s.cause), s.start_s, s.end_s, s.link_s));
         return found;
     });
-    nb::class_<ByScores>(m, "ByScores")
-        .def("__init__", [](ByScores* made, bool by_votes, std::int64_t distance, std::int64_t top, bool always,
-                            bool synchronous, bool wraps, std::uint8_t source) {
-            if (distance < 0 || top < 1) throw std::invalid_argument("a prefetch by scores wants experts of a later layer");
-            new (made) ByScores{by_votes, distance, top, always, synchronous, wraps, source};
-        }, "by_votes"_a, "distance"_a, "top"_a, "always"_a, "synchronous"_a, "wraps"_a, "source"_a);
-    nb::class_<VirtualRun>(m, "VirtualRun")
-        .def("__init__", [](VirtualRun* made, Core& core, VirtualLink& link, Clock& clock, double expert_s,
-                            double expert_row_s, double share, double load_byte_s, double miss_s, std::int64_t neurons) {
-            new (made) VirtualRun(core, link, clock, {expert_s, expert_row_s, share, load_byte_s, miss_s, neurons});
-        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), "core"_a, "link"_a, "clock"_a,
-           "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
-        .def("forward", [](VirtualRun& run, Ids ids, double dense_s, const Segments& keep, std::optional<Next> next_ids,
-                           std::optional<NextScores> next_scores, const ByScores* scores, decltype(Calls::routed) routed,
-                           decltype(Calls::ahead) ahead, decltype(Calls::ran) ran, const Segments& last_rows) {
-            Recorded recorded{ids.data(), static_cast<std::int64_t>(ids.shape(1)), static_cast<std::int64_t>(ids.shape(2)),
-                              dense_s, nullptr, nullptr, 0, 0, last_rows};
-            const std::size_t layers = run.layers();
-            if (ids.shape(0) != layers) throw std::invalid_argument("ids are [layers, tokens, top_k]");
-            if (scores) {
-                if (!next_ids || !next_scores) throw std::invalid_argument("a prefetch by scores needs them");
-                for (std::size_t axis = 0; axis < 4; ++axis)
-                    if (next_ids->shape(axis) != next_scores->shape(axis) ||
-                        (axis < 2 && next_ids->shape(axis) != (axis ? layers : ids.shape(1))))
-                        throw std::invalid_argument("experts ahead and their scores are [tokens, layers, distances, picks]");
-                recorded.next_ids = next_ids->data();
-                recorded.next_scores = next_scores->data();
-                recorded.distances = static_cast<std::int64_t>(next_ids->shape(2));
-                recorded.picks = static_cast<std::int64_t>(next_ids->shape(3));
-                for (Segment row : last_rows)
-                    if (row < 0 || row >= recorded.tokens || !recorded.distances) throw std::invalid_argument("there is no such row");
-            }
-            const Calls calls{std::move(routed), std::move(ahead), std::move(ran)};
-            run.forward(recorded, keep, scores, calls);
-        }, "ids"_a, "dense_s"_a, "keep"_a, "next_ids"_a.none(), "next_scores"_a.none(), "scores"_a.none(), "routed"_a.none(),
-           "ahead"_a.none(), "ran"_a.none(), "last_rows"_a = Segments())
-        .def_prop_rw("records", [](VirtualRun& run) { return run.passes().records; },
-                     [](VirtualRun& run, bool records) { run.passes().records = records; })
-        .def("take", [](VirtualRun& run) { return take(run.passes()); });
     nb::class_<AskedLog>(m, "AskedLog").def(nb::init<>()).def("take", [](AskedLog& log) {
         nb::list found;
         for (const auto& a : log.asked) found.append(nb::make_tuple(std::string(1, a.what), a.segment, a.slot));
@@ -287,4 +243,5 @@ NB_MODULE(_core, m) {
     bind_maps(m);
     bind_routing(m);
     bind_streams(m);
+    bind_virtual(m);
 }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <stdexcept>
+#include <tuple>
 #include <utility>
 
 #include "ahead.hpp"
@@ -12,9 +14,9 @@ VirtualRun::VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs&
     for (std::int64_t i = 0; i < core.layout().layers; ++i) layers_.push_back(std::make_unique<VirtualLayer>(core, i, of_));
 }
 
-void VirtualRun::forward(const Recorded& recorded, const Segments& keep, const ByScores* scores, const Calls& calls) {
+void VirtualRun::forward(const Recorded& recorded, const ByScores* scores, const Calls& calls) {
     of_.passes.drop();
-    of_.recorded = &recorded, of_.keep = &keep, of_.scores = scores, of_.calls = &calls;
+    of_.recorded = &recorded, of_.scores = scores, of_.calls = &calls, of_.part = nullptr;
     const std::int64_t pairs = recorded.tokens * recorded.top_k;
     for (std::size_t i = 0; i < layers_.size(); ++i) {
         of_.compute(recorded.dense_s);
@@ -22,6 +24,12 @@ void VirtualRun::forward(const Recorded& recorded, const Segments& keep, const B
         layers_[i]->run({nullptr, ids, nullptr, recorded.tokens, recorded.top_k, nullptr}, Asking::hooks);
         if (calls.ran) calls.ran(static_cast<std::int64_t>(i));
     }
+}
+
+void VirtualRun::run(std::int64_t layer, std::int64_t tokens, const Part& part) {
+    const Calls none;
+    of_.recorded = nullptr, of_.scores = nullptr, of_.calls = &none, of_.part = &part;
+    layers_.at(static_cast<std::size_t>(layer))->run({nullptr, nullptr, nullptr, tokens, 1, nullptr}, Asking::hooks);
 }
 
 void Virtual::compute(double seconds) {
@@ -37,23 +45,28 @@ void Virtual::compute(double seconds) {
     if (seconds > 0) clock.now_s += seconds;
 }
 
-double VirtualLayer::kernels_of(std::int64_t first, std::int64_t stop) const {
+void VirtualLayer::kernels(std::int64_t first, std::int64_t stop) {
     const Layout& layout = core_.layout();
+    const Segments& run = core_.present().run;
     const Costs& costs = of_.costs;
     const auto experts = [&costs](std::int64_t count, std::int64_t rows) {
         return static_cast<double>(count) * costs.expert_s + static_cast<double>(rows - count) * costs.expert_row_s;
     };
-    const auto rows = [&](std::int64_t i) { return picked_.rows(core_.present().run[i] % layout.experts); };
-    if (!layout.split || layout.units[core_.present().run[first]] == costs.neurons) {
-        std::int64_t pairs = 0;
-        for (std::int64_t i = first; i < stop; ++i) pairs += rows(i);
-        return experts(stop - first, pairs);
+    const auto rows = [&](std::int64_t i) { return picked_.rows(run[i] % layout.experts); };
+    if (layout.split && layout.units[run[first]] != costs.neurons) {  // a layer's experts are all split, or none
+        double seconds = 0.0;
+        for (std::int64_t i = first; i < stop; ++i)
+            seconds += experts(1, rows(i)) * (static_cast<double>(layout.units[run[i]]) / static_cast<double>(costs.neurons));
+        return of_.compute(seconds);
     }
-    double seconds = 0.0;
-    for (std::int64_t i = first; i < stop; ++i)
-        seconds += experts(1, rows(i)) *
-                   (static_cast<double>(layout.units[core_.present().run[i]]) / static_cast<double>(costs.neurons));
-    return seconds;
+    std::int64_t count[2] = {0, 0}, pairs[2] = {0, 0};  // of replicas, which run first, and of whole experts
+    for (std::int64_t i = first; i < stop; ++i) {
+        const bool whole = layout.split || run[i] < layout.keys();
+        ++count[whole];
+        pairs[whole] += rows(i);
+    }
+    for (const int kind : {0, 1})
+        if (count[kind]) of_.compute(experts(count[kind], pairs[kind]));
 }
 
 void VirtualLayer::prefetch(const ByScores& scores) {
@@ -82,25 +95,41 @@ void VirtualLayer::prefetch(const ByScores& scores) {
 }
 
 bool VirtualLayer::route(const Given& given, Routed& routed) {
-    const std::int64_t pairs = given.tokens * given.top_k;
-    picked_.expect(given.ids, pairs);
-    picked_.sort(given.ids, given.tokens, pairs, pairs, key(0));
     routed.picked = &picked_;
+    if (of_.part) {
+        picked_.expect(of_.part->experts.data(), static_cast<std::int64_t>(of_.part->experts.size()));
+        if (!picked_.take(of_.part->experts, of_.part->counts, key(0))) throw std::invalid_argument("experts come once, with a count each");
+        return true;
+    }
+    const std::int64_t* ids = given.ids;
+    std::int64_t pairs = given.tokens * given.top_k;
+    std::optional<Rerouted> rerouted;
+    if (of_.calls->rule) rerouted = of_.calls->rule(place().index);
+    if (rerouted) {
+        ids = rerouted->pairs.data(), pairs = static_cast<std::int64_t>(rerouted->pairs.size());
+        routed.low = std::move(rerouted->low);
+    }
+    picked_.expect(ids, pairs);
+    picked_.sort(ids, given.tokens, pairs, pairs, key(0));
     return true;
 }
 
 const Segments& VirtualLayer::here(const Segments& needed) {
-    keep_ = *of_.keep;
-    if (of_.calls->routed) of_.calls->routed(place().index, picked_.experts, picked_.counts);
-    return needed;
+    placed_.away = false;
+    if (of_.part) keep_ = of_.part->keep;
+    if (!of_.calls->place) return needed;
+    placed_ = of_.calls->place(place().index, needed, picked_.experts, picked_.counts);
+    keep_ = placed_.keep;
+    return placed_.here;
+}
+
+void VirtualLayer::send() {
+    if (placed_.away) of_.calls->send(place().index);
 }
 
 void VirtualLayer::look_ahead(const Given&, Asking) {
-    if (of_.scores) {
-        prefetch(*of_.scores);
-    } else if (of_.calls->ahead) {
-        of_.calls->ahead(place().index);
-    }
+    if (of_.scores) prefetch(*of_.scores);
+    if (of_.calls->ahead) of_.calls->ahead(place().index);
 }
 
 void VirtualLayer::compute(const Given&, const Routed&) {
@@ -112,9 +141,10 @@ void VirtualLayer::compute(const Given&, const Routed&) {
     if (host_s != 0) of_.clock.now_s += host_s;
     while (true) {
         const auto [first, stop] = core_.next();
-        if (first == stop) return;
-        of_.compute(kernels_of(first, stop));
+        if (first == stop) break;
+        kernels(first, stop);
     }
+    if (placed_.away) std::tie(peer_blocked_s_, peer_link_s_) = of_.calls->join(place().index);
 }
 
 }  // namespace tiermoe::core

@@ -1,11 +1,11 @@
-// The executor of recorded layers on a virtual clock: kernels let time pass, nothing is computed.
-//
-// Of layers whose experts all run here and whose routing nothing changes, with `cluster.simulate.backend`'s figures; a
-// layer's pass is `Layer::run`.
+// The executor of recorded layers on a virtual clock: kernels let time pass, nothing is computed. A layer's pass is
+// `Layer::run`.
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "layer.hpp"
@@ -43,14 +43,33 @@ struct ByScores {
     std::uint8_t source;
 };
 
-// What Python does in a layer. Empty: nothing.
+// What a rule has made of a layer's routing: the experts of the pairs that run, and the keys of those that run on replicas.
+struct Rerouted {
+    Segments pairs, low;
+};
+
+// Where a layer's segments run. away: some run on peers. keep: residents that leave last.
+struct Placed {
+    Segments here, keep;
+    bool away = false;
+};
+
+// What Python does in a layer, in this order. Empty: nothing; the routing is as picked, and all runs here.
 struct Calls {
-    std::function<void(std::int64_t, const Segments& experts, const Segments& counts)> routed;  // before the plan
-    std::function<void(std::int64_t)> ahead;   // the layer's loads are queued
+    std::function<std::optional<Rerouted>(std::int64_t)> rule;  // none: as picked
+    std::function<Placed(std::int64_t, const Segments& needed, const Segments& experts, const Segments& counts)> place;
+    std::function<void(std::int64_t)> send;                       // where some run on peers
+    std::function<void(std::int64_t)> ahead;                      // the layer's loads are queued, and `ByScores` has run
+    std::function<std::pair<double, double>(std::int64_t)> join;  // the peers' answers: `Core::close`
     std::function<void(std::int64_t)> ran;
 };
 
-// What the layers of one device share: its clock and link, and the present forward.
+// Rows of a layer that came in a message: experts, and the rows of each.
+struct Part {
+    const Segments &experts, &counts, &keep;
+};
+
+// What the layers of one device share: its clock and link, and what runs at present.
 struct Virtual {
     Virtual(VirtualLink& link, Clock& clock, const Costs& costs) : link(link), clock(clock), costs(costs) {}
     void compute(double seconds);  // kernels that take so long without a copy beside them
@@ -60,11 +79,11 @@ struct Virtual {
     const Costs costs;
     std::int64_t submitted = 0;  // bytes whose loads the host has paid for
     Passes passes;               // of this forward; the next drops them
-    // of the present forward. scores: what prefetches; null: `calls->ahead` does
+    // a forward, or a part of a layer. scores: what prefetches; null: nothing in native code does
     const Recorded* recorded = nullptr;
-    const Segments* keep = nullptr;
     const ByScores* scores = nullptr;
     const Calls* calls = nullptr;
+    const Part* part = nullptr;
 };
 
 // The host's time, then kernels that let time pass.
@@ -79,14 +98,16 @@ class VirtualLayer : public Layer {
   protected:
     bool route(const Given& given, Routed& routed) override;
     const Segments& here(const Segments& needed) override;
+    void send() override;
     void look_ahead(const Given& given, Asking asking) override;
     void compute(const Given& given, const Routed& routed) override;
 
   private:
     void prefetch(const ByScores& scores);
-    double kernels_of(std::int64_t first, std::int64_t stop) const;
+    void kernels(std::int64_t first, std::int64_t stop);  // of a stretch of the plan
 
     Virtual& of_;
+    Placed placed_;
 };
 
 class VirtualRun {
@@ -96,8 +117,11 @@ class VirtualRun {
 
     std::size_t layers() const { return layers_.size(); }
     Passes& passes() { return of_.passes; }
-    // One forward. scores: what prefetches; null: `calls.ahead` does.
-    void forward(const Recorded& recorded, const Segments& keep, const ByScores* scores, const Calls& calls);
+    Core& core() { return layers_.at(0)->core(); }
+    // One forward. scores: what prefetches in native code, or null.
+    void forward(const Recorded& recorded, const ByScores* scores, const Calls& calls);
+    // A layer's rows that another device has sent: `tokens` of them.
+    void run(std::int64_t layer, std::int64_t tokens, const Part& part);
 
   private:
     Virtual of_;

@@ -1,7 +1,7 @@
 """Quantized replicas of a store's experts: their manifest, and their files in host memory.
 
 They lie in the store's folder: one safetensors file per MoE layer and width (arrays of `kernels/pack.py`, stacked by
-expert), one with the calibration tables, and `replicas.json`, written last (`docs/checkpoints.md`).
+expert), one with the calibration tables, and `replicas.json`, written last (`docs/store-format.md`).
 
 `describe_replicas` verifies the files and returns where each array lies; any process maps them from that description
 (`open_replicas`, `read_tables`). NumPy without torch.

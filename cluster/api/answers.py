@@ -1,31 +1,24 @@
-"""OpenAI's two kinds of completions: a body into the choices to generate, and their deltas into JSON.
-
-    parse (`schema`) -> validate, tokenize (`chat`, `completion`) -> submit (`Service`) -> stream -> format (`Answer`)
-"""
+"""OpenAI's two kinds of completions: deltas into their JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from ...actors.requests import TokenLogprob
 from ..detokenizer import TokenBytes
-from .grammar import compiled, forced_call
-from .keys import ANYONE, Key
-from .refusals import refused
-from .schema import ChatBody, CompletionBody, GenerationBody, SamplingBody, finite
-from .service import Choice, Echo, Run, Service
+from .model import Echo
+from .runs import Choice, Run
+from .schema import GenerationBody, finite
 from .text import Delta, ScoredToken
-from .thinking import hides_reasoning
-from .tool_parsers import Parser, PlainParser, ToolCall
+from .tool_parsers import Parser, ToolCall
 
 Json = dict[str, Any]
-B = TypeVar("B", bound=GenerationBody)
 _MANY_SCORES = 256  # tokens, each with up to twenty others
 
 
@@ -52,9 +45,10 @@ class Form(Protocol):
 class CheckedRequest:
     """A checked request: what to generate and how to write it.
 
-    prompts: each has equally many choices, one after the other. prompt_tokens: of all prompts.
+    model: what clients call it. prompts: each has equally many choices, one after the other. prompt_tokens: of all.
     """
 
+    model: str
     choices: tuple[Choice, ...]
     prompt_tokens: int
     form: Form
@@ -62,134 +56,12 @@ class CheckedRequest:
     prompts: int = 1
 
 
-async def chat(service: Service, body: ChatBody, key: Key | None = ANYONE) -> CheckedRequest:
-    """Check and tokenize a chat.
-
-    Args:
-        key: whose request it is.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
-    body.check()
-    service.check_model(body.model)
-    body.check_tokens(service.known_tokens)
-    service.check_choices(body.choices)
-    parser, display = _tool_parser(service, body), body.display
-    if parser is not PlainParser and service.special_calls:
-        display = replace(display, skip_special=False)
-    grammar = await _grammar(service, body, key)
-    ids = await service.chat_ids(body, body.messages, tools=body.offered_tools, special=body.add_special_tokens)
-    body, tokens = _with_defaults(service, body), body.wanted_tokens
-    if tokens is None:
-        tokens = _most_tokens(service, len(ids))
-    service.check_length(len(ids), tokens, "messages")
-    choices = tuple(
-        Choice(
-            ids, body.sampling(tokens, index, body.wanted_logprobs, grammar=grammar), display,
-            cache_salt=body.cache_salt,
-        )
-        for index in range(body.choices)
-    )
-    parsers = tuple(parser() for _ in choices)
-    form = ChatForm(
-        service.token_bytes, bool(body.logprobs), parsers, body.parallel_tool_calls is not False,
-        reasoning=not hides_reasoning(body),
-    )  # fmt: skip
-    return CheckedRequest(choices, len(ids), form, body)
-
-
-def _with_defaults(service: Service, body: B) -> B:
-    """A body with the model's own defaults in place of what it leaves out, as vLLM has it."""
-    names = SamplingBody.model_fields.keys()
-    left = {name: value for name, value in service.defaults.values.items() if name in names}
-    return body.model_copy(update={name: value for name, value in left.items() if getattr(body, name) is None})
-
-
-def _most_tokens(service: Service, prompt_tokens: int) -> int:
-    """How many tokens are generated where a request does not say: the model's own number, or as many as fit."""
-    room = max(1, service.limit_tokens - prompt_tokens)
-    return min(room, service.defaults.max_new_tokens or room)
-
-
-async def _grammar(service: Service, body: GenerationBody, key: Key | None) -> str | None:
-    """What the text must follow: the request's grammar, or that of a tool call that must come.
-
-    Raises:
-        ApiError: 400, it is refused.
-    """
-    forced = body.forced_functions if isinstance(body, ChatBody) else {}
-    given, turn = body.constraint, "" if key is None else key.name
-    if not forced:
-        return None if given is None else await service.offload.in_turn(turn, partial(compiled, given))
-    if given is not None:
-        raise refused(f"'{given[0]}' and a forced tool call; leave one out", given[0])
-    assert isinstance(body, ChatBody)
-    found, several = service.calling.format, service.calling.several and body.parallel_tool_calls is not False
-    if found is None or found.grammar is None:
-        raise refused("this model's tool calls cannot be forced; set tool_choice to auto", "tool_choice")
-    make = partial(found.grammar, forced, several and body.tool_choice == "required")
-    return await service.offload.in_turn(turn, lambda: forced_call(make, forced))
-
-
-def _tool_parser(service: Service, body: ChatBody) -> Callable[[], Parser]:
-    """What makes a parser of a choice's text.
-
-    Raises:
-        ApiError: 400, there are tools and the model cannot call any.
-    """
-    found, refusal = service.calling.format, service.calling.refusal
-    if body.offered_tools and service.template is not None and refusal is not None:
-        raise refused(refusal, "tools")
-    if found is None or not (found.always or body.offered_tools):
-        return PlainParser
-    return partial(found.parser, body.functions)
-
-
-async def completion(service: Service, body: CompletionBody, key: Key | None = ANYONE) -> CheckedRequest:
-    """Check and tokenize the prompts of a completion.
-
-    Args:
-        key: whose request it is.
-
-    Raises:
-        ApiError: 400 or 404.
-    """
-    body.check()
-    service.check_model(body.model)
-    body.check_tokens(service.known_tokens)
-    given = body.prompts
-    service.check_choices(len(given) * body.choices, "prompt" if len(given) > 1 else "n")
-    special = body.add_special_tokens
-    # an empty list: says what is wrong
-    grammar = await _grammar(service, body, key)
-    prompts = tuple([await service.prompt_ids(prompt, special=special) for prompt in given or [""]])
-    body, wanted = _with_defaults(service, body), body.wanted_tokens
-    if body.max_tokens is None and service.defaults.max_new_tokens is not None:
-        wanted = _most_tokens(service, max(map(len, prompts)))
-    tokens, choices = max(1, wanted), []
-    for ids in prompts:
-        service.check_length(len(ids), tokens, "prompt")
-        for index in range(body.choices):
-            sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None, grammar)
-            choices.append(Choice(ids, sampling, body.display, wanted > 0, body.cache_salt))
-    echoes: tuple[Echo, ...] | None = None
-    if body.echo:
-        echoes = tuple([await service.echo_of(text, ids) for text, ids in zip(given, prompts, strict=True)])
-    form = CompletionForm(service.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
-    return CheckedRequest(tuple(choices), sum(map(len, prompts)), form, body, len(prompts))
-
-
 class Answer:
-    """The answer to a request under way, whole or in chunks.
+    """The answer to a request under way, whole or in chunks."""
 
-    Args:
-        model: what clients call it.
-    """
-
-    def __init__(self, checked: CheckedRequest, run: Run, request_id: str, model: str) -> None:
+    def __init__(self, checked: CheckedRequest, run: Run, request_id: str) -> None:
         self._checked, self._run, self._form = checked, run, checked.form
-        self._id, self._created_s, self._model = f"{self._form.id_prefix}-{request_id}", int(time.time()), model
+        self._id, self._created_s = f"{self._form.id_prefix}-{request_id}", int(time.time())
 
     async def whole(self) -> Json:
         """The whole answer. Raises ApiError."""
@@ -230,7 +102,7 @@ class Answer:
         return make() if len(delta.scores) + len(delta.prompt_scores) <= _MANY_SCORES else await asyncio.to_thread(make)
 
     def _json(self, kind: str, choices: list[Json]) -> Json:
-        head = {"id": self._id, "object": kind, "created": self._created_s, "model": self._model}
+        head = {"id": self._id, "object": kind, "created": self._created_s, "model": self._checked.model}
         return head | {"choices": choices}
 
     def _usage(self, tokens: Sequence[int], cached: Sequence[int]) -> Json:

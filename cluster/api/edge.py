@@ -26,12 +26,13 @@ from ..checkpoints.generation import read_defaults
 from ..prompt import load_tokenizer
 from .backend import LeadBackend
 from .keys import KeyRing
+from .model import ServedModel
 from .offload import keep_memory_small
 from .origins import Access
 from .request_log import RequestLog
 from .routes import make_app
+from .runs import Runs
 from .server_socket import DRAIN_S, Descriptors, server_options
-from .service import Service
 from .settings import ApiSettings
 from .templates import load_chat_template
 
@@ -127,20 +128,20 @@ class Edge:
         folder = tokenizer_folder(plan, settings.tokenizer)
         template = load_chat_template(folder, Path(settings.chat_template) if settings.chat_template else None)
         file = settings.api_key_file
-        keys = None if file is None else KeyRing(Path(file), refused=lambda line: service.metrics.key_file_refused())
+        keys = None if file is None else KeyRing(Path(file), refused=lambda line: runs.metrics.key_file_refused())
         leads = {name: lead.handle for name, lead in leads_of(settings.deployment).items()}
         self._backend = LeadBackend(leads, plan, settings.limits.request_s)
         await self._backend.first_look()
-        name = settings.model_name or Path(plan["model"]).name
-        service = Service(
-            self._backend, load_tokenizer(folder), template, name, settings.limits, settings.tool_format,
-            settings.share_prefix_cache, read_defaults(folder, settings.generation_config),
-        )  # fmt: skip
+        name, limits = settings.model_name or Path(plan["model"]).name, settings.limits
+        tokenizer = load_tokenizer(folder)
+        defaults = read_defaults(folder, settings.generation_config)
+        model = ServedModel(name, self._backend.plan, tokenizer, template, limits, settings.tool_format, defaults)
+        runs = Runs(self._backend, tokenizer, limits, settings.share_prefix_cache)
         if settings.request_log != "off":
             written = settings.request_log_file
             log = self._descriptors.standard_error if written is None else Path(written)
-            self._log = RequestLog(settings.request_log, log, service.metrics.line_dropped)
-        return make_app(service, keys, sinks=() if self._log is None else (self._log,), access=self._access)
+            self._log = RequestLog(settings.request_log, log, runs.metrics.line_dropped)
+        return make_app(model, runs, keys, sinks=() if self._log is None else (self._log,), access=self._access)
 
     def _follow(self) -> None:
         """End with the process of `tiermoe serve`, whatever ended it; a thread."""

@@ -12,8 +12,8 @@ from typing_extensions import TypeAliasType
 from .answers import CheckedRequest, Json
 from .messages import ContentParts, Sent, Text
 from .refusals import refused
+from .runs import Run
 from .schema import ChatBody, ReasoningBody, RequestBody, SamplingBody
-from .service import Run
 
 
 class InputMessage(Sent):
@@ -73,8 +73,8 @@ class ResponsesBody(SamplingBody, ReasoningBody):
 class ResponsesAnswer:
     """As `Answer`, of one choice of a chat, in the form of `/v1/responses`."""
 
-    def __init__(self, checked: CheckedRequest, run: Run, request_id: str, model: str) -> None:
-        self._checked, self._run, self._model = checked, run, model
+    def __init__(self, checked: CheckedRequest, run: Run, request_id: str) -> None:
+        self._checked, self._run = checked, run
         self._id, self._item, self._created_s = f"resp_{request_id}", f"msg_{request_id}", int(time.time())
         self._texts: list[str] = []
         self._tokens, self._cached, self._finish = 0, 0, "stop"
@@ -144,7 +144,7 @@ class ResponsesAnswer:
         return {
             "id": self._id, "object": "response", "created_at": self._created_s, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self._model, "output": [self._message(status)] if ended else [],
+            "model": self._checked.model, "output": [self._message(status)] if ended else [],
             "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "store": False,
             "temperature": body.temperature, "top_p": body.top_p, "usage": usage if ended else None,
         }  # fmt: skip

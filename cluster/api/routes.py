@@ -1,6 +1,9 @@
-"""The FastAPI application over a `Service`: its routes, and the form of errors.
+"""The FastAPI application: its routes, and the form of errors.
 
-A completion's way: `Guard` -> parsed by FastAPI -> checked and tokenized (`answers`) -> `Service.submit` -> `Answer`.
+A request goes forward:
+
+    Guard   ->  parsed by FastAPI  ->  checked and tokenized       ->  Runs.submit  ->  Answer
+    (key)       (`schema`)             (`checks`, `ServedModel`)       (`runs`)         (`answers`, `responses`)
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -20,58 +24,60 @@ from starlette.exceptions import HTTPException
 
 from ...errors import TierMoeError
 from ..host import versions
-from .answers import Answer, CheckedRequest, Json, chat, completion
+from .answers import Answer, CheckedRequest, Json
 from .bodies import body_route
+from .checks import chat, completion
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
+from .model import MESSAGE_BYTES, ServedModel
 from .offload import LARGE_BYTES
 from .origins import Access
 from .parameters import warning
 from .records import CLIENT_GONE, RequestRecord, Sink
 from .refusals import ApiError
 from .responses import ResponsesAnswer, ResponsesBody
+from .runs import Runs
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
-from .service import MESSAGE_BYTES, Service
-from .status import StatusReader
+from .status import StatusReader, not_ready
 
 _LOG = logging.getLogger("tiermoe.server")
 
 
 def make_app(
-    service: Service, keys: KeyRing | None, *, sinks: Sequence[Sink] = (), access: Access | None = None
+    model: ServedModel, runs: Runs, keys: KeyRing | None, *, sinks: Sequence[Sink] = (), access: Access | None = None
 ) -> FastAPI:
     """The server.
 
     Args:
-        service: what answers.
+        model, runs: what answers.
         keys: the bearer keys for every route but /health; None: none is asked for.
         sinks: receivers of each request's record at its end, in addition to the metrics.
         access: which web pages may ask; None: only those of the server itself.
     """
     app = FastAPI(title="tiermoe", version=versions()["tiermoe"], redirect_slashes=False)
-    app.router.route_class = body_route(service.offload, service.limit_tokens)
-    sinks = (service.metrics.request, *sinks)
-    app.add_middleware(Guard, keys=keys, limits=service.limits, sinks=sinks, access=access)
+    app.router.route_class = body_route(model.offload, model.limit_tokens)
+    sinks = (runs.metrics.request, *sinks)
+    app.add_middleware(Guard, keys=keys, limits=runs.limits, sinks=sinks, access=access)
     _add_error_handlers(app)
-    _add_generation(app, service)
-    _add_state(app, service)
+    _add_generation(app, model, runs)
+    _add_state(app, model, runs)
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await _generate(service, request, await completion(service, body, request.state.key))
+        return await _generate(runs, request, await completion(model, body, request.state.key))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _generate(service, request, await chat(service, body, request.state.key))
+        return await _generate(runs, request, await chat(model, body, request.state.key))
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         size = MESSAGE_BYTES * len(body.input) if isinstance(body.input, list) else 0
-        chats = await service.offload.run(size, lambda: body.chat)
-        return await _generate(service, request, await chat(service, chats, request.state.key), ResponsesAnswer)
+        chats = await model.offload.run(size, lambda: body.chat)
+        return await _generate(runs, request, await chat(model, chats, request.state.key), ResponsesAnswer)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
@@ -81,33 +87,33 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", response_model=Json)
     async def tokenize(body: TokenizeBody) -> Response:
         body.check()
-        service.check_model(body.model)
+        model.check_name(body.model)
         if body.messages is not None:
-            ids = await service.chat_ids(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
+            ids = await model.chat_ids(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
         else:
-            ids = await service.prompt_ids(body.prompt or "", special=body.add_special_tokens)
-        found = {"tokens": ids, "count": len(ids), "max_model_len": service.limit_tokens}
+            ids = await model.prompt_ids(body.prompt or "", special=body.add_special_tokens)
+        found = {"tokens": ids, "count": len(ids), "max_model_len": model.limit_tokens}
         # FastAPI would look at each id, on the event loop
-        return Response(await service.offload.run(len(ids), lambda: json.dumps(found)), media_type="application/json")
+        return Response(await model.offload.run(len(ids), lambda: json.dumps(found)), media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
-        service.check_model(body.model)
-        ids = await service.prompt_ids(body.tokens)
-        return {"prompt": await service.text_of(ids)}
+        model.check_name(body.model)
+        ids = await model.prompt_ids(body.tokens)
+        return {"prompt": await model.text_of(ids)}
 
 
 async def _generate(
-    service: Service, request: Request, checked: CheckedRequest, form: Callable[..., Answer | ResponsesAnswer] = Answer
+    runs: Runs, request: Request, checked: CheckedRequest, form: Callable[..., Answer | ResponsesAnswer] = Answer
 ) -> Response:
     """The whole answer, or a stream of chunks. A client that disconnects cancels its request."""
     record: RequestRecord = request.state.record
     name, ignored = record.request_id, checked.body.ignored
     headers = warning(ignored)
-    service.metrics.count_ignored(ignored)
-    run = service.submit(checked.choices, name, request.state.key)
+    runs.metrics.count_ignored(ignored)
+    run = runs.submit(checked.choices, name, request.state.key)
     record.choices, record.prompts = run.times, checked.prompts
-    answer = form(checked, run, name, service.model_name)
+    answer = form(checked, run, name)
     if checked.body.stream:
         return EventStream(_sse(answer.chunks(), record), run.close, headers)
     whole = asyncio.ensure_future(answer.whole())
@@ -136,27 +142,29 @@ async def _written(answer: Json) -> bytes:
     return await asyncio.to_thread(written.encode) if len(written) > LARGE_BYTES else written.encode()
 
 
-def _add_state(app: FastAPI, service: Service) -> None:
+def _add_state(app: FastAPI, model: ServedModel, runs: Runs) -> None:
+    started_s = int(time.time())
+
     @app.get("/v1/models")
     async def models() -> Json:
-        return {"object": "list", "data": [await model(service.model_name)]}
+        return {"object": "list", "data": [await model_card(model.name)]}
 
     @app.get("/v1/models/{name:path}")  # a name may have slashes
-    async def model(name: str) -> Json:
-        service.check_model(name)
-        plan = service.backend.plan
+    async def model_card(name: str) -> Json:
+        model.check_name(name)
         return {
-            "id": service.model_name, "object": "model", "created": service.started_s, "owned_by": "tiermoe",
-            "max_model_len": service.limit_tokens, "policy": plan.get("policy"), "lossless": plan.get("lossless"),
+            "id": model.name, "object": "model", "created": started_s, "owned_by": "tiermoe",
+            "max_model_len": model.limit_tokens, "policy": model.plan.get("policy"),
+            "lossless": model.plan.get("lossless"),
         }  # fmt: skip
 
     @app.get("/health")
     async def health() -> Json:
-        return {"status": "ok", "leads": [state.as_dict() for state in service.backend.states()]}
+        return {"status": "ok", "leads": [state.as_dict() for state in runs.backend.states()]}
 
     @app.get("/ready")
     async def ready() -> Response:
-        states, waits = service.backend.states(), service.not_ready()
+        states, waits = runs.backend.states(), not_ready(runs)
         leads = [state.as_dict() for state in states]
         if waits is not None:
             left = {"reason": str(waits), "seconds_left": waits.left_s}
@@ -167,12 +175,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        service.metrics.runtime.damaged = sum(state.damaged for state in service.backend.states())
+        runs.metrics.runtime.damaged = sum(state.damaged for state in runs.backend.states())
         with contextlib.suppress(TierMoeError):  # the server's own numbers are worth having all the more then
-            await service.metrics.refresh(service.admission.waiting)
-        return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+            await runs.metrics.refresh(runs.admission.waiting)
+        return Response(runs.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    status = StatusReader(service)
+    status = StatusReader(model, runs)
 
     @app.get("/status")
     async def status_json() -> Response:

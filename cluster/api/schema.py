@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -244,6 +244,7 @@ class GenerationBody(SamplingBody):
     response_format: dict[str, Any] | None = None
     stream_options: StreamOptions | None = None
     usage: bool | UsageOptions | None = None
+    usual_tokens: ClassVar[int | None] = None  # generated where neither request nor model says; None: as many as fit
 
     def check(self) -> None:
         """Refuse what would have no effect.
@@ -262,21 +263,11 @@ class GenerationBody(SamplingBody):
             if not (name.isascii() and name.isdigit() and len(name) <= 20 and BIAS[0] <= value <= BIAS[1]):
                 raise refused("'logit_bias': give token ids with numbers from -100 to 100", "logit_bias")
 
-    def check_tokens(self, known: int) -> None:
-        """Refuse tokens that are not in a vocabulary of `known`.
-
-        Raises:
-            ApiError: 400 with the parameter's name.
-        """
-        for name, tokens in (
-            ("logit_bias", [int(token) for token in self.logit_bias or ()]),
-            ("stop_token_ids", self.stop_token_ids or ()),
-        ):
-            if unknown := [token for token in tokens if not 0 <= token < known]:
-                raise refused(f"'{name}': no token {unknown[0]}; give ids from 0 to {known - 1}", name)
-        if self.min_tokens and len(set(self.stop_token_ids or ())) >= known:
-            message = "'stop_token_ids' names every token, and none may come before min_tokens; leave one of both out"
-            raise refused(message, "stop_token_ids")
+    @property
+    def named_tokens(self) -> dict[str, list[int]]:
+        """Ids outside of prompts, by parameter."""
+        return {"logit_bias": [int(token) for token in self.logit_bias or ()],
+                "stop_token_ids": self.stop_token_ids or []}  # fmt: skip
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -315,6 +306,16 @@ class GenerationBody(SamplingBody):
     def choices(self) -> int:
         """Choices for each prompt."""
         return self.n or 1
+
+    @property
+    def prompt_count(self) -> int:
+        """Prompts that it has."""
+        return 1
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """To generate for each choice; None: it does not say."""
+        return self.max_tokens
 
     @property
     def include_usage(self) -> bool:
@@ -374,6 +375,7 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     add_special_tokens: bool = True
+    usual_tokens: ClassVar[int | None] = 16  # as OpenAI
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -386,9 +388,8 @@ class CompletionBody(GenerationBody):
         return list(found)  # type: ignore[arg-type]
 
     @property
-    def wanted_tokens(self) -> int:
-        """OpenAI's default for completions is 16 tokens."""
-        return 16 if self.max_tokens is None else self.max_tokens
+    def prompt_count(self) -> int:
+        return len(self.prompts)
 
 
 # parameters of transformers' `apply_chat_template`, and what it gives to a template itself
@@ -497,7 +498,6 @@ class ChatBody(GenerationBody, TemplateBody):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """None: as many as fit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

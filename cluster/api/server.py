@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray._private import state as gcs  # what `ray list actors` shows, without a dashboard
 
 from ...errors import TierMoeError
 from ..placement import end, make_here
+from ..ray_internals import actor_table
 from ..ray_session import as_failure
 from .edge import Edge
 from .server_socket import DRAIN_S, ServerSocket
@@ -77,7 +77,7 @@ class HttpServer:
         Returns:
             Why it does not serve; None: it does.
         """
-        entry = gcs.actors().get(self._edge._actor_id.hex())
+        entry = actor_table().get(self._edge._actor_id.hex())
         refused = entry is None or entry["State"] == "DEAD"
         if self._problem is not None:
             self._follow()

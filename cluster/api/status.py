@@ -1,12 +1,13 @@
-"""What `GET /status` says of the server and its runtime, as `StatusReader` gathers it."""
+"""What `/ready` and `/status` say of the server and its runtime."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...actors.engine.stats import count_needed, hit_rate, needed_shares
@@ -14,23 +15,67 @@ from ...errors import TierMoeError
 from ...proto.peers import shard_name
 from ..host import versions
 from ..report.status_tables import merged_residency
+from ..report.steps import left_s
+from .lead import LeadState
 from .metrics import Metrics
-from .service import Service
+from .model import ServedModel
+from .runs import Runs
 
 _EVERY_S = 1.0
 _ANSWER_S = 3.0  # a lead that hangs must not make the answer hang
 _RECENT_S = 300.0
+_AGAIN_S = 2
+
+
+@dataclass(frozen=True)
+class NotReady:
+    """What the server waits for.
+
+    left_s: seconds until it serves, by the runtime's first start; None: not known.
+    """
+
+    reason: str
+    left_s: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason + ("" if self.left_s is None else f", ready in about {max(1, round(self.left_s))} s")
+
+    @property
+    def retry_after_s(self) -> int:
+        """When to ask again: once it should be ready, else in a moment."""
+        return _AGAIN_S if self.left_s is None else min(60, max(1, math.ceil(self.left_s)))
+
+
+_UNKNOWN = NotReady("the runtime has not answered yet")
+
+
+def not_ready(runs: Runs) -> NotReady | None:
+    """Why requests would not be answered now; None: they would. Waits for nothing."""
+    states = runs.backend.states()
+    if not any(state.serves and state.age_s is not None for state in states):
+        return next((_waits_for(state, runs) for state in states if state.problem), _UNKNOWN)
+    running = sum(state.load.get("running", 0) for state in states if state.serves)
+    silent_s = time.monotonic() - runs.backend.last_event_s
+    if running and runs.admission.inside and silent_s > runs.limits.stalled_s:
+        return NotReady(f"{running:g} requests run and no token has come for {silent_s:.0f} s")
+    return None
+
+
+def _waits_for(state: LeadState, runs: Runs) -> NotReady:
+    since_s = state.health.get("since_s", 0.0) + (state.age_s or 0.0)
+    steps = runs.backend.plan.get("start_s", {})
+    return NotReady(str(state.problem), left_s(steps, str(state.health.get("state")), since_s))
 
 
 class StatusReader:
     """What is known of the server and its runtime, read at most once a second, however many clients ask.
 
     Args:
-        service: whose.
+        model, runs: whose.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, model: ServedModel, runs: Runs) -> None:
+        self._model, self._runs, self._begun_s = model, runs, time.monotonic()
         self._lock = asyncio.Lock()
         self._read_s: float | None = None
         self._text = b""
@@ -44,18 +89,18 @@ class StatusReader:
             return self._text
 
     async def _read(self) -> dict[str, Any]:
-        service, metrics = self._service, self._service.metrics
-        waits = service.not_ready()
+        runs, metrics = self._runs, self._runs.metrics
+        waits = not_ready(runs)
         fresh, residency = await asyncio.gather(self._refreshed(), self._residency())
-        plan, runtime = service.backend.plan, metrics.runtime
+        plan, runtime = runs.backend.plan, metrics.runtime
         stats, load = runtime.stats or {}, runtime.load or {}
         return {
-            "model": service.model_name, "policy": plan.get("policy"), "lossless": plan.get("lossless"),
-            "version": versions()["tiermoe"], "uptime_s": round(time.monotonic() - service.begun_s, 1),
+            "model": self._model.name, "policy": plan.get("policy"), "lossless": plan.get("lossless"),
+            "version": versions()["tiermoe"], "uptime_s": round(time.monotonic() - self._begun_s, 1),
             "now_s": time.monotonic(), "not_ready": None if waits is None else str(waits), "fresh": fresh,
             "executor": stats.get("executor"),
             "queue": {
-                "running": load.get("running"), "waiting": load.get("waiting", 0) + service.admission.waiting,
+                "running": load.get("running"), "waiting": load.get("waiting", 0) + runs.admission.waiting,
                 "kv_usage": load.get("kv_usage"),
             },
             "tokens": metrics.token_counts(), "latency": recent_latency(metrics, time.perf_counter()),
@@ -72,21 +117,21 @@ class StatusReader:
         """Bring the runtime's counters up to date; False: it does not answer, and they are those of before."""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._service.metrics.refresh(self._service.admission.waiting)
+                await self._runs.metrics.refresh(self._runs.admission.waiting)
         except (TierMoeError, TimeoutError):
             return False
         return True
 
     async def _residency(self) -> list[dict[str, Any]] | None:
         """Of every layer, over all GPUs that answer; None: none does."""
-        others = (self._service.backend.plan.get("shards") or ())[1:]  # the lead's part is the first
+        others = (self._runs.backend.plan.get("shards") or ())[1:]  # the lead's part is the first
         roles = [None, *(shard_name(part["shard"]) for part in others)]
         return merged_residency(await asyncio.gather(*map(self._residency_of, roles)))
 
     async def _residency_of(self, role: str | None) -> list[dict[str, Any]] | None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                found = await self._service.backend.ask("residency", role)
+                found = await self._runs.backend.ask("residency", role)
         except (TierMoeError, TimeoutError):
             return None
         return [asdict(layer) for layer in found]

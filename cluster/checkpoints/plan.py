@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -34,6 +34,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from ...actors.engine.model.architecture import from_config
 from ...actors.engine.model.model import quiet_logger
 from ...actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ...errors import CheckpointError, UnsupportedModelError
@@ -166,7 +167,9 @@ def build_model(checkpoint: Checkpoint) -> PreTrainedModel:
     config, dtype = _load_config(checkpoint)
     try:
         with torch.device("meta"), quiet_logger("transformers", logging.ERROR):  # no weight is used
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            return cast(PreTrainedModel, from_config(config, dtype=dtype))
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # transformers raises many kinds
         raise UnsupportedModelError(
             f"{shown(checkpoint.path)}: transformers cannot build a causal language model from config.json "

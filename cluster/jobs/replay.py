@@ -31,9 +31,9 @@ from ..simulate.arrivals import Arrival, arrivals_of
 from ..simulate.executor import (
     SimulatedEngine,
     context_of,
-    engine_of,
     eviction_of,
     first_split,
+    policies_of,
     replays_routing,
     sizes_of,
 )
@@ -330,15 +330,17 @@ def engine_for(
         ConfigError: the preset needs what the trace or the machine lacks.
     """
     divide(settings, budget, sizes_of(header, settings, machine.gpus))  # or it is refused
-    split = None if settings.split.kind == "off" else first_split(header, settings, budget)
     eviction = eviction_of(settings, header) if eviction is None else eviction
     policy = checked_prefetch(settings, replace(context or context_of(header), eviction=eviction), header)
     requests = list(learn) if settings.needs_popularity or "profile" in settings.needs else []
-    engine = engine_of(
-        settings, header, machine, budget, eviction, policy, split,
+    policies = policies_of(
+        settings, header, machine, eviction, policy,
         popularity=popularity(header, requests) if settings.needs_popularity else None,
         profile=routing_profile(header, requests) if "profile" in settings.needs else None,
     )  # fmt: skip
+    if settings.split.kind != "off":
+        policies = replace(policies, split=first_split(header, settings, budget))
+    engine = SimulatedEngine(header, machine, budget, policies)
     if settings.preload == "all":
         engine.preload()
     return engine

@@ -65,9 +65,7 @@ def serve_command(
     chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
     tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
     max_waiting: Annotated[int | None, option_of(LimitSettings, "waiting", min=0, show_default="256")] = None,
-    generation_config: Annotated[
-        str | None, option_of(ApiSettings, "generation_config", show_default="auto")
-    ] = None,
+    generation_config: Annotated[str | None, option_of(ApiSettings, "generation_config", show_default="auto")] = None,
     request_log: Annotated[str | None, option_of(ApiSettings, "request_log", show_default="text")] = None,
     request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate of the server, for HTTPS.")] = None,
@@ -199,7 +197,7 @@ def _serve_attached(address: str, wanted: str | None, server: ApiSettings, serve
     """Serve a runtime that stays when this ends. The end of its Ray, or a hang of it, ends this with exit code 1."""
     with server_socket, BoundedEnd(lambda: False) as ending, attached(address) as attachment:
         from ..deploy import say
-        from ..ray_session import session_folder
+        from ..ray_internals import session_folder
         from ..supervision import RayWatch
 
         deployment = attachment.choose(wanted)

@@ -97,7 +97,7 @@ def serve_until_ended(
         deployment = deployed(config, settings, notices, steps, enter, ending.lost)
         from ..deploy import say  # Ray
         from ..placement import DeploymentEnded
-        from ..ray_session import session_folder
+        from ..ray_internals import session_folder
 
         try:
             with ExitStack() as stack:

@@ -1,13 +1,17 @@
-"""The simulated executor: the engine's own cache, step and policies on a virtual clock and a recorded routing.
+"""The simulated executor: the engine's own cache, layers and policies on a virtual clock and a recorded routing.
 
-A virtual link copies, and `backend` gives the layers the recorded routing and lets the time of their kernels pass.
-Everything that decides or counts is the serving code.
+    a forward's parts -> RecordedForward -> core::VirtualRun: each layer's pass; policies that are Python's are called
+
+A virtual link copies, kernels let time pass, and peers answer at a time of their own clocks. Everything that decides or
+counts is the serving code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,24 +19,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...actors.budget import Budget
-from ...actors.core import _core
+from ...actors.core._core import Routing
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.native_order import fast_eviction
 from ...actors.engine.cache.slots import LowBitPart
-from ...actors.engine.layer import Hooks, MoeLayer, Placer
+from ...actors.engine.layer import Placer, report_passes
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.prefetching import Prefetching
 from ...actors.engine.rerouting import LowBits, Rerouter, report_link_speed
 from ...actors.engine.split import Configuring, make_configuring
-from ...actors.engine.stats import EngineStats, LayerStats, Timeline
+from ...actors.engine.stats import EngineStats
 from ...actors.policies.activeevict import PreEviction
 from ...actors.policies.buddymoe.buddies import ExpertProfile
-from ...actors.policies.cost import load_s
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.fmoe import ExpertMapPolicy
-from ...actors.policies.hobbit import LowBitOptions, MixedPrecision
+from ...actors.policies.hobbit import MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout
-from ...actors.policies.prefetch import PrefetchPolicy
+from ...actors.policies.plan import Remote
+from ...actors.policies.prefetch import PrefetchOptions, PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.routing import Rerouting
@@ -41,24 +45,11 @@ from ...actors.slot_budget import SlotSizes, divide, mixed_slots
 from ...actors.store.artifacts import PolicyArtifacts
 from ...errors import ConfigError, TraceError
 from ...kernels.pack import PackedShape
-from .backend import (
-    Compute,
-    NoDevice,
-    NoPool,
-    Parts,
-    RecordedBackend,
-    RecordedForward,
-    RecordedRun,
-    ShardBackend,
-    TimedKernel,
-    TimedReplicas,
-    recorded_logits,
-    see,
-    spans_of,
-)
+from .gpu import PoolSize, SimulatedGpu
 from .machine import Machine
 from .peers import (
     MatcherLag,
+    Peers,
     SimulatedNdp,
     SimulatedShard,
     SimulatedShards,
@@ -67,15 +58,11 @@ from .peers import (
     owners_of,
     rows_of,
 )
+from .recorded import Parts, RecordedForward, RecordedLayer, recorded_logits, see, spans_of
 from .trace import TraceHeader
 
+PLAIN = PolicySettings(name="plain", lossless=True, prefetch=PrefetchOptions(min_useful=0.0))
 _BATCH = 64  # forwards that the configurator counts together
-
-
-def virtual_link(clock: _core.Clock, machine: Machine) -> _core.VirtualLink:
-    """The link of one of a machine's GPUs."""
-    link = machine.link
-    return _core.VirtualLink(clock, lambda nbytes: 0.0 if link is None else load_s(nbytes, link), machine.wait_s)
 
 
 def neurons_of(header: TraceHeader) -> int:
@@ -116,146 +103,132 @@ def sizes_of(header: TraceHeader, policy: PolicySettings, gpus: int = 1) -> Slot
     return SlotSizes(header.layers, header.experts, header.slot_bytes, neurons, header.top_k, low, gpus)
 
 
-class SimulatedEngine:
-    """The expert engine of one simulated device.
+@dataclass(frozen=True)
+class Policies:
+    """What an engine decides by.
 
-    Args:
-        budget: of expert memory.
-        prefetch: None: no prefetch. min_useful: of its governor; 0: prefetch is never turned off.
-        check: check the cache's invariants after each layer.
+    Attributes:
+        eviction: for a split cache where there is a split. others: evictions of the machine's other GPUs.
+        prefetch: None: no prefetch. trials: which pause it where it does not pay; None: nothing does.
         pre_evict: the release target; None: no pre-eviction. A trace has a layer's predicted probabilities for its top
             K only; the other experts share the rest equally, so that equation 16 has a mean in place of p_(k+1) and no
             gap after it.
-        rerouting: changes the recorded routing of each layer on its own; must not need probabilities.
-        writeback: see `ExpertCache`.
-        split: of the slots, with an `eviction` for split caches; None: a slot is a whole expert.
-        adaptive: policy by which the split adapts; None: fixed.
-        placement: preset that decides where experts run; None: all on one GPU. popularity: [L, E], for a static one.
-        evictions: of the other GPUs of the machine.
-        low_bit: load unimportant misses as replicas, with a `TwoPools` as `eviction`; their kernels take as long as
-            full experts. None: all loads are full.
-        trials: pause prefetch where they say so; None: never.
+        rerouting: changes the recorded routing of each layer on its own.
+        split: of the slots, at first; None: a slot is a whole expert.
+        popularity: [L, E], for a static placement.
+        settings: the preset: its governor, write-back, low-bit replicas (whose kernels take as long as full experts),
+            adaptive split and placement. `PLAIN`: none of these, and prefetch is never turned off.
+    """
+
+    eviction: EvictionPolicy
+    prefetch: PrefetchPolicy | None = None
+    others: Sequence[EvictionPolicy] = ()
+    trials: PrefetchTrials | None = None
+    pre_evict: PreEviction | None = None
+    rerouting: Rerouting | None = None
+    split: SplitLayout | None = None
+    popularity: NDArray[np.int64] | None = None
+    settings: PolicySettings = PLAIN
+
+
+class SimulatedEngine:
+    """The expert engine of one simulated machine.
+
+    Args:
+        budget: of expert memory, of each GPU.
+        check: check the cache's invariants after each layer.
 
     Attributes:
-        recorded: runs all layers of a forward in one call; None: they run one by one, as the engine's.
+        run: the layers of the lead's GPU.
+        context: tokens whose keys and values the last forward read in each layer.
 
     Raises:
         BudgetError: the budget holds no expert, or not one of each kind. ValueError: the split exceeds the budget.
+        ConfigError: the placement needs a device that the machine lacks.
     """
 
     def __init__(
-        self,
-        header: TraceHeader,
-        machine: Machine,
-        budget: Budget,
-        eviction: EvictionPolicy,
-        prefetch: PrefetchPolicy | None = None,
-        min_useful: float = 0.0,
-        check: bool = False,
-        pre_evict: PreEviction | None = None,
-        rerouting: Rerouting | None = None,
-        writeback: bool = False,
-        split: SplitLayout | None = None,
-        adaptive: PolicySettings | None = None,
-        low_bit: LowBitOptions | None = None,
-        trials: PrefetchTrials | None = None,
-        placement: PolicySettings | None = None,
-        evictions: Sequence[EvictionPolicy] = (),
-        popularity: NDArray[np.int64] | None = None,
+        self, header: TraceHeader, machine: Machine, budget: Budget, policies: Policies, check: bool = False
     ) -> None:
-        keys, slot_bytes = header.layers * header.experts, header.slot_bytes
+        settings, keys, slot_bytes = policies.settings, header.layers * header.experts, header.slot_bytes
         bought = budget.bytes_of(slot_bytes, keys)
-        owners = owners_of(header, machine.gpus) if evictions else [0] * keys
-        slots, replicas = min(bought // slot_bytes, owners.count(0)), None
+        owners = owners_of(header, machine.gpus) if policies.others else [0] * keys
+        slots, replicas, low_bit = min(bought // slot_bytes, owners.count(0)), None, settings.low_bit
         if low_bit is not None:
             packed = replica_bytes(header, low_bit.bits)
             slots, low = mixed_slots(bought, slot_bytes, packed, low_bit.share, keys)
-            nowhere = cast(Any, NoPool(low * packed))
-            replicas = LowBitPart(nowhere, [nowhere] * header.layers, low, packed)
-        self.header, self.machine, self.clock = header, machine, _core.Clock()
-        self.stats = EngineStats(
-            layers=[LayerStats() for _ in range(header.layers)], expert_budget_bytes=bought, slots=slots, experts=keys,
-            executor="simulated",
-        )  # fmt: skip
-        neurons = 1 if split is None else split.neurons
-        memory = cast(Any, NoPool(slots * slot_bytes, neurons, slots * neurons))
-        loader = virtual_link(self.clock, machine)
-        self.cache = ExpertCache(
-            memory, [memory] * header.layers, cast(Any, NoDevice()), header.experts, slots, slot_bytes, eviction,
-            self.stats, Timeline(False), loader, self.clock, min_useful, split, writeback, replicas,
-        )  # fmt: skip
-        compute = Compute(self.clock, loader, machine.kernel_share)
-        low_bits = None if replicas is None else TimedReplicas(compute, machine)
-        kernel = TimedKernel(compute, machine, neurons)
-        self._backend = RecordedBackend(self.clock, machine, loader, compute, slot_bytes, low_bits)
-        backend = cast(Any, self._backend)
+            replicas = LowBitPart(cast(Any, PoolSize(low * packed)), [cast(Any, None)] * header.layers, low, packed)
+        min_useful = settings.prefetch.min_useful
+        self.header, self.machine, self.context = header, machine, 0
+        lead = self._lead = SimulatedGpu(
+            header, machine, slots, policies.eviction, min_useful, policies.split, settings.evict_writeback, replicas
+        )
+        self.clock, self.cache, self.stats, self.run = lead.clock, lead.cache, lead.stats, lead.run
+        self.stats.expert_budget_bytes = bought
         self._shards = [
-            self._shard(owners.count(i), policy, min_useful, check) for i, policy in enumerate(evictions, start=1)
+            SimulatedShard(header, machine, min(bought // slot_bytes, owners.count(i)), eviction, min_useful)
+            for i, eviction in enumerate(policies.others, start=1)
         ]
-        self._placer = self._make_placer(placement, slots, popularity)
-        if placement is not None and placement.placement.planned and machine.ndp is not None:
-            prefetch = None  # it is of forwards that no planner decides
-        self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(prefetch, pre_evict, adaptive)
-        if self._prefetching is not None and trials is not None:
-            self._prefetching.adapt(trials, self.clock)
-        hooks = self._hooks(rerouting, low_bit)
-        self._context: dict[str, int] = {}  # tokens so far, by sequence
-        self.layers = [
-            MoeLayer(i, header.experts, self.cache, backend, self._placer, cast(Any, kernel), None, hooks, check)
-            for i in range(header.layers)
-        ]
+        self._peers = Peers(header, machine, lead)
+        self._placer = self._make_placer(policies)
+        self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(policies)
+        self._rerouting, self._check = policies.rerouting, check
+        self._rules = self._make_rules(policies)
+        ahead = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
+        self._ahead: list[Any] = [*ahead, *self._placer.hooks.ahead]
+        self._watchers = self._placer.hooks.watch
+        self.run.records = self._configuring is not None
+        self._tokens: dict[str, int] = {}  # so far, by sequence
+        self._view: RecordedLayer | None = None  # of the present layer, once somebody has read it
+        self._away: tuple[Sequence[Remote], Routing] | None = None
         self._placer.preload()
-        self.recorded = None if check else self._make_run(hooks, rerouting is not None or low_bit is not None, neurons)
 
-    def _make_run(self, hooks: Hooks, reroutes: bool, neurons: int) -> RecordedRun | None:
-        """What runs all layers of a forward; None: they run one by one, as the engine's (`MoeLayer`)."""
-        if reroutes or not self._placer.local:
-            return None
-        return RecordedRun(self.cache, self.clock, self.machine, neurons, hooks, self._placer)
-
-    def _shard(
-        self, owned: int, eviction: EvictionPolicy, min_useful: float, check: bool
-    ) -> SimulatedShard:
-        """Another GPU, with as many bytes as the lead. owned: experts that belong to it."""
-        header, machine, clock = self.header, self.machine, _core.Clock()
-        keys, slots = header.layers * header.experts, min(self.stats.expert_budget_bytes // header.slot_bytes, owned)
-        memory = cast(Any, NoPool(slots * header.slot_bytes, 1, slots))
-        loader = virtual_link(clock, machine)
-        stats = EngineStats(
-            layers=[LayerStats() for _ in range(header.layers)], slots=slots, experts=keys, executor="simulated"
-        )
-        cache = ExpertCache(
-            memory, [memory] * header.layers, cast(Any, NoDevice()), header.experts, slots, header.slot_bytes,
-            eviction, stats, Timeline(False), loader, clock, min_useful,
-        )  # fmt: skip
-        compute, placer = Compute(clock, loader, machine.kernel_share), Placer(cache)
-        backend = ShardBackend(clock, machine, loader, compute, header.slot_bytes)
-        kernel = cast(Any, TimedKernel(compute, machine, 1))
-        steps = [
-            MoeLayer(i, header.experts, cache, cast(Any, backend), placer, kernel, check=check)
-            for i in range(header.layers)
-        ]
-        return SimulatedShard(clock, cache, placer, steps)
-
-    def _make_placer(
-        self, placement: PolicySettings | None, slots: int, popularity: NDArray[np.int64] | None
-    ) -> Placer:
-        header, machine, backend = self.header, self.machine, self._backend
+    def _make_placer(self, policies: Policies) -> Placer:
+        """None of its layers is asked about where all runs on the lead's GPU."""
+        settings, header, machine, peers = policies.settings, self.header, self.machine, self._peers
         if self._shards:
-            backend.shards = SimulatedShards(header, machine, self.clock, backend.host, self._shards)
-        if placement is None or not (self._shards or placement.uses_ndp):
+            peers.shards = SimulatedShards(header, machine, self.clock, peers.handle, self._shards)
+        if not (self._shards or settings.uses_ndp):
             return Placer(self.cache)
-        if machine.ndp is not None and placement.uses_ndp:
-            backend.ndp = SimulatedNdp(machine.ndp, header, machine.ndp_workers, neurons_of(header), self.clock)
-        each = [slots, *(shard.cache.stats.slots for shard in self._shards)]
+        if machine.ndp is not None and settings.uses_ndp:
+            peers.ndp = SimulatedNdp(machine.ndp, header, machine.ndp_workers, neurons_of(header), self.clock)
         return make_simulated_placer(
-            placement, header, machine, self.cache, each, backend.shards, backend.ndp, popularity, recorded_logits
+            settings, header, machine, self.caches, peers, policies.popularity, recorded_logits
         )
+
+    def _make_ahead(self, policies: Policies) -> tuple[Prefetching | None, PreEvicting | None, Configuring | None]:
+        """Prefetch, pre-eviction and the configurator; None for each that the policy lacks."""
+        header, settings, prefetch = self.header, policies.settings, policies.prefetch
+        layers, experts = header.layers, header.experts
+        prefetching, pre_evicting = None, None
+        if settings.placement.planned and self.machine.ndp is not None:
+            prefetch = None  # it is of forwards that no planner decides
+        if prefetch is not None:
+            if self.machine.matcher_s and getattr(prefetch, "of_matcher", False):
+                prefetch = MatcherLag(prefetch, self.clock, self.machine.matcher_s, experts)
+            prefetching = Prefetching(prefetch, self.cache, layers, experts, see, cast(Any, self._peers.shards))
+            if policies.trials is not None:
+                prefetching.adapt(policies.trials, self.clock)
+        if policies.pre_evict is not None:
+            pre_evicting = PreEvicting(policies.pre_evict, self.cache, layers, experts, recorded_logits)
+        configuring = make_configuring(
+            settings, self.cache, experts, header.top_k, header.slot_bytes, prefetching, self.clock, False, _BATCH
+        )
+        return prefetching, pre_evicting, configuring
+
+    def _make_rules(self, policies: Policies) -> list[Any]:
+        rules: list[Any] = []
+        if policies.rerouting is not None:
+            recorded = cast(Any, [SimpleNamespace(router=policies.rerouting)] * self.header.layers)  # has probabilities
+            rules.append(Rerouter(policies.rerouting, self.cache, recorded, self.header.top_k))
+        if (low_bit := policies.settings.low_bit) is not None:
+            mixed = MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
+            rules.append(LowBits(mixed, self.cache, self.header.experts))
+        return rules
 
     def preload(self) -> None:
         """Load every expert on its GPU."""
-        keys = range(self.stats.experts)
-        shards = self._backend.shards
+        keys, shards = range(self.stats.experts), self._peers.shards
         self.cache.preload([key for key in keys if shards is None or shards.owner_of(key) == 0])
         if shards is not None:
             shards.preload(keys)()
@@ -268,17 +241,12 @@ class SimulatedEngine:
     @property
     def ndp(self) -> SimulatedNdp | None:
         """The near-data devices; None: none is used."""
-        return self._backend.ndp
-
-    @property
-    def context(self) -> int:
-        """Tokens whose keys and values the last forward read in each layer."""
-        return self._backend.context
+        return self._peers.ndp
 
     @property
     def messages(self) -> int:
         """That the lead has sent to its peers and taken from them."""
-        return self._backend.host.messages
+        return self._peers.messages
 
     @property
     def slots(self) -> int:
@@ -301,38 +269,7 @@ class SimulatedEngine:
             decode_blocked_io_s=sum(stats.decode_blocked_io_s for stats in each),
         )  # fmt: skip
 
-    def _make_ahead(
-        self, prefetch: PrefetchPolicy | None, pre_evict: PreEviction | None, adaptive: PolicySettings | None
-    ) -> tuple[Prefetching | None, PreEvicting | None, Configuring | None]:
-        """Prefetch, pre-eviction and the configurator; None for each that the policy lacks."""
-        header, prefetching, pre_evicting, configuring = self.header, None, None, None
-        if prefetch is not None:
-            if self.machine.matcher_s and getattr(prefetch, "of_matcher", False):
-                prefetch = MatcherLag(prefetch, self.clock, self.machine.matcher_s, header.experts)
-            prefetching = Prefetching(
-                prefetch, self.cache, header.layers, header.experts, see, cast(Any, self._backend.shards)
-            )
-        if pre_evict is not None:
-            pre_evicting = PreEvicting(pre_evict, self.cache, header.layers, header.experts, recorded_logits)
-        if adaptive is not None:
-            configuring = make_configuring(
-                adaptive, self.cache, header.experts, header.top_k, header.slot_bytes, prefetching, self.clock, False,
-                _BATCH,
-            )  # fmt: skip
-        return prefetching, pre_evicting, configuring
-
-    def _hooks(self, rerouting: Rerouting | None, low_bit: LowBitOptions | None) -> Hooks:
-        rules: list[Any] = []
-        self._rerouting = rerouting
-        if rerouting is not None:
-            recorded = cast(Any, [SimpleNamespace(router=rerouting)] * self.header.layers)  # a trace has probabilities
-            rules.append(Rerouter(rerouting, self.cache, recorded, self.header.top_k))
-        if low_bit is not None:
-            mixed = MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
-            rules.append(LowBits(mixed, self.cache, self.header.experts))
-        ahead = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
-        watch, own = [] if self._configuring is None else [self._configuring], self._placer.hooks
-        return Hooks(rules, [*watch, *own.watch], [*ahead, *own.ahead])
+    # -- a forward -----------------------------------------------------------------------------------------
 
     def forward(self, parts: Parts) -> None:
         """One forward pass over these iterations; advances the clock."""
@@ -351,18 +288,78 @@ class SimulatedEngine:
         for shard in self._shards:
             shard.cache.begin_forward(self.cache.decode_only)
         for name, part in parts:
-            self._context[name] = self._context.get(name, 0) + len(part.tokens)
-        forward = RecordedForward(parts)
-        self._backend.begin_forward(forward.tokens, sum(self._context[name] for name, _ in parts))
-        if self.recorded is not None and not any(layer.observers for layer in self.layers):
-            self.recorded.forward(forward, self._backend.dense_s)
-            return
-        for layer in self.layers:
-            layer.forward(forward)
+            self._tokens[name] = self._tokens.get(name, 0) + len(part.tokens)
+        self.context = sum(self._tokens[name] for name, _ in parts)
+        self.layers(RecordedForward(parts))
+
+    def layers(self, forward: RecordedForward) -> None:
+        """All layers (`core::VirtualRun`); what only some presets have is called in each layer."""
+        calls, ahead = dict[str, Any](), self._ahead
+        if self._prefetching is not None and (scores := self._prefetching.by_scores()) is not None:
+            calls["next_ids"], calls["next_scores"] = forward.next_scores()
+            calls["scores"], ahead = scores, ahead[1:]
+            calls["last_rows"] = forward.last_rows() if self._prefetching.policy.wraps else ()
+        self._view = None
+        if self._rules:
+            calls["rule"] = partial(self._reroute, forward)
+        if not self._placer.local:
+            calls |= {"place": partial(self._place, forward), "send": self._send, "join": self._peers.join}
+        if ahead:
+            calls["ahead"] = partial(self._look_ahead, forward, ahead)
+        if self._watchers or self._check:
+            calls["ran"] = self._ran
+        self.run.forward(forward.ids, self.machine.dense(forward.tokens, self.context), **calls)
+        self._report_passes()
+
+    def _layer(self, forward: RecordedForward, layer: int) -> RecordedLayer:
+        if (view := self._view) is None or view.index != layer:
+            view = self._view = RecordedLayer(layer, forward)
+        return view
+
+    def _reroute(self, forward: RecordedForward, layer: int) -> tuple[list[int], list[int]] | None:
+        """The experts of the pairs that run, and the keys of those that run on replicas; None: as picked."""
+        view, low = self._layer(forward, layer), frozenset[int]()
+        for rule in self._rules:
+            low |= rule.layer(layer, view)
+        pairs = view.rerouted
+        if pairs is None and not low:
+            return None
+        return view.picked.ravel().tolist() if pairs is None else pairs, list(low)
+
+    def _place(
+        self, forward: RecordedForward, layer: int, needed: list[int], experts: list[int], counts: list[int]
+    ) -> tuple[Sequence[int], AbstractSet[int], bool]:
+        """Segments that run here, residents that leave last, and whether others run on peers."""
+        routing = Routing.of_counts(layer, self.header.experts, forward.tokens, experts, counts)
+        for watcher in self._watchers:
+            watcher.routed(layer, routing)
+        here, keep, away = self._placer.where(layer, needed, routing, self._layer(forward, layer))
+        self._away = (away, routing) if away else None
+        return here, keep, bool(away)
+
+    def _send(self, layer: int) -> None:
+        assert self._away is not None
+        self._peers.send(*self._away)
+
+    def _look_ahead(self, forward: RecordedForward, hooks: Sequence[Any], layer: int) -> None:
+        self._report_passes()  # before what is predicted now
+        self.cache.tell_order()
+        for hook in hooks:
+            hook.layer(layer, self._layer(forward, layer))
+
+    def _ran(self, layer: int) -> None:
+        for watcher in self._watchers:
+            watcher.ran(layer)
+        if self._check:
+            self.cache.check_integrity()
+
+    def _report_passes(self) -> None:
+        if self._configuring is not None:
+            report_passes(self.run, self._configuring.passed)
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
-        self._context.pop(name, None)
+        self._tokens.pop(name, None)
         self._placer.end_sequence(name)
         if self._prefetching is not None:
             self._prefetching.end_sequence(name)
@@ -404,30 +401,22 @@ def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy
         raise ConfigError(str(error), f"give one of {', '.join(able)}") from error
 
 
-def engine_of(
-    settings: PolicySettings,
-    header: TraceHeader,
-    machine: Machine,
-    budget: Budget,
-    eviction: EvictionPolicy,
-    prefetch: PrefetchPolicy | None,
-    split: SplitLayout | None = None,
-    adapts: bool = True,
-    popularity: NDArray[np.int64] | None = None,
-    profile: ExpertProfile | None = None,
-) -> SimulatedEngine:
-    """An engine with the preset's governor, trials of prefetch, pre-eviction, changes of routing and write-back.
+def policies_of(
+    settings: PolicySettings, header: TraceHeader, machine: Machine, eviction: EvictionPolicy,
+    prefetch: PrefetchPolicy | None, popularity: NDArray[np.int64] | None = None, profile: ExpertProfile | None = None,
+) -> Policies:  # fmt: skip
+    """What a preset decides by on a machine.
 
     Args:
-        eviction, prefetch, split: made from the preset; policies may be trained.
+        eviction, prefetch: made from the preset; they may be trained.
         popularity: [L, E], for a static placement. profile: for buddies.
-        adapts: False: the given split stays, also for an adaptive preset.
 
     Raises:
-        BudgetError, ValueError: as `SimulatedEngine`. ConfigError: the preset needs what there is not.
+        ConfigError: the preset needs what there is not.
     """
-    context, others = context_of(header), [eviction_of(settings, header) for _ in range(machine.gpus - 1)]
-    if others and (split is not None or settings.low_bit is not None or settings.reroutes or settings.evict_writeback):
+    others = [eviction_of(settings, header) for _ in range(machine.gpus - 1)]
+    one_gpu = settings.split.kind != "off" or settings.low_bit is not None or settings.reroutes
+    if others and (one_gpu or settings.evict_writeback):
         raise ConfigError(
             f"policy '{settings.name}' is simulated on one GPU, machine '{machine.name}' has {machine.gpus}",
             "replay it on a machine with one GPU",
@@ -441,13 +430,10 @@ def engine_of(
 
         artifacts = PolicyArtifacts(profile=profile)
         rerouting = make_rerouting(settings, header.layers, header.experts, True, artifacts, header.slot_bytes)
-    return SimulatedEngine(
-        header, machine, budget, eviction, prefetch, settings.prefetch.min_useful, split=split,
-        pre_evict=make("pre_evict", settings.pre_evict, context), rerouting=rerouting,
-        low_bit=settings.low_bit, writeback=settings.evict_writeback,
-        adaptive=settings if adapts and settings.split.kind == "adaptive" else None,
-        trials=PrefetchTrials() if settings.adapts_prefetch else None,
-        placement=settings, evictions=others, popularity=popularity,
+    return Policies(
+        eviction, prefetch, others, trials=PrefetchTrials() if settings.adapts_prefetch else None,
+        pre_evict=make("pre_evict", settings.pre_evict, context_of(header)), rerouting=rerouting,
+        popularity=popularity, settings=settings,
     )  # fmt: skip
 
 

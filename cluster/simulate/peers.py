@@ -2,9 +2,9 @@
 
     lead: send at t -> peer: begins at max(its clock, t + hop), runs -> lead: joins at max(its clock, end + hop)
 
-A shard runs the same step as the lead (`engine.layer.MoeLayer`) on a cache, a link and a clock of its own. A near-data
-device runs its batches one after another in the time of `policies.cost.batch_cost`. The matcher's forecasts come a lag
-after they were asked for. The lead's placers are the engine's (`engine.peers.placement`).
+A shard is a GPU as the lead is (`gpu.SimulatedGpu`). A near-data device runs its batches one after another in the time
+of `policies.cost.batch_cost`. The matcher's forecasts come a lag after they were asked for. The lead's placers are the
+engine's (`engine.peers.placement`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ...actors.core._core import Clock, Routing
 from ...actors.engine.cache.cache import ExpertCache
-from ...actors.engine.layer import MoeLayer, Placer
+from ...actors.engine.layer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs
 from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
@@ -33,6 +33,7 @@ from ...actors.policy_settings import PolicySettings
 from ...actors.store.replicas import ReplicaTables
 from ...errors import ConfigError
 from ...proto.messages import ExpertResult
+from .gpu import SimulatedGpu
 from .machine import Machine, without_ndp
 from .trace import TraceHeader
 
@@ -52,49 +53,31 @@ class SimulatedTask:
     answer: ExpertResult
     blocked_s: float = 0.0
     link_s: float = 0.0
-    recomputed: bool = False
 
 
-class LeadHost:
-    """The lead's host, which handles one message after the other.
+class SimulatedShard(SimulatedGpu):
+    """Another GPU of a lead, with its share of the experts."""
 
-    Attributes:
-        messages: sent and taken so far.
-    """
-
-    def __init__(self, clock: Clock, message_s: float) -> None:
-        self._clock, self._message_s, self.messages = clock, message_s, 0
-
-    def handle(self) -> None:
-        """Send a message to a peer, or take one."""
-        self.messages += 1
-        self._clock.advance(self._message_s)
-
-
-class SimulatedShard:
-    """Another GPU. layers: the steps of a model on `cache`, whose backend takes a `Routing`."""
-
-    def __init__(self, clock: Clock, cache: ExpertCache, placer: Placer, layers: Sequence[MoeLayer]) -> None:
-        self.clock, self.cache, self.layers = clock, cache, layers
-        self._placer, self._layer = placer, -1
+    keep: frozenset[int] = frozenset()  # hot experts, which leave last
+    _layer = -1  # that ran last
 
     def begin(self, at_s: float) -> None:
         """A message has arrived."""
         self.clock.now_s = max(self.clock.now_s, at_s)
 
-    def run(self, layer: int, part: Routing) -> ExpertResult:
-        """The experts of a layer; the clock advances. The result has no sums."""
+    def run_part(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int]) -> ExpertResult:
+        """A layer's experts with so many rows each, of `tokens` rows; the clock advances. The result has no sums."""
         begin_s, before = self.clock.now_s, self.cache.counts(layer)
         passed = range(self._layer + 1, layer) if layer > self._layer else range(layer)
         for index in passed:
             self.cache.drop_stale(index, ())
         self._layer = layer
-        self.layers[layer].forward(part)
+        self.run.run(layer, tokens, experts, counts, list(self.keep))
         self.cache.settle_times()
-        total_s, counts = self.clock.now_s - begin_s, self.cache.counts(layer)
+        total_s, after = self.clock.now_s - begin_s, self.cache.counts(layer)
         nothing: Any = None
-        measured_s = total_s - (counts.blocked_io_s - before.blocked_io_s)
-        return ExpertResult(nothing, measured_s, counts.link_s - before.link_s, total_s)
+        measured_s = total_s - (after.blocked_io_s - before.blocked_io_s)
+        return ExpertResult(nothing, measured_s, after.link_s - before.link_s, total_s)
 
     def prefetch(self, keys: Sequence[int]) -> None:
         if self.cache.governor.allows():
@@ -103,7 +86,7 @@ class SimulatedShard:
 
     def place(self, keys: Sequence[int], *, keep_others: bool, preload: bool = False) -> None:
         """Make these the hot experts."""
-        self._placer.keep = frozenset(keys)
+        self.keep = frozenset(keys)
         self.cache.poll()
         if preload:
             self.cache.preload(keys)
@@ -111,18 +94,73 @@ class SimulatedShard:
             self.cache.migrate(keys, keep_others=keep_others)
 
 
+class Peers:
+    """What runs beside the lead, and the lead's host, which handles one message after the other.
+
+    Args:
+        lead: its cache and clock.
+
+    Attributes:
+        shards: the other GPUs, ndp: the near-data devices; None: there are none.
+        messages: sent and taken so far.
+    """
+
+    def __init__(self, header: TraceHeader, machine: Machine, lead: SimulatedGpu) -> None:
+        self._experts, self._message_s, self._lead, self.messages = header.experts, machine.message_s, lead, 0
+        self.shards: SimulatedShards | None = None
+        self.ndp: SimulatedNdp | None = None
+        self._tasks: list[SimulatedTask] = []  # of the present layer
+
+    def handle(self) -> None:
+        """Send a message to a peer, or take one."""
+        self.messages += 1
+        self._lead.clock.advance(self._message_s)
+
+    def send(self, away: Sequence[Remote], routing: Routing) -> None:
+        """A layer's remote experts, one batch for each peer."""
+        parts: dict[str, list[Remote]] = {}
+        for remote in away:
+            parts.setdefault(remote.peer, []).append(remote)
+        layer, ndp, base = routing.layer, self.ndp, routing.layer * self._experts
+        rows = dict(zip(routing.experts, routing.counts, strict=True))
+        self._tasks = []
+        for name, part in parts.items():
+            keys = [remote.key for remote in part]
+            experts = [key - base for key in keys]
+            counts = [rows[expert] for expert in experts]
+            self.handle()
+            if ndp is not None and name.startswith("ndp/"):
+                task = ndp.run(name, keys, [remote.bits for remote in part], counts, routing.tokens)
+            else:
+                assert self.shards is not None  # plans name no others
+                task = self.shards.run(name, layer, keys, routing.tokens, experts, counts)
+            self._tasks.append(task)
+
+    def join(self, layer: int) -> tuple[float, float]:
+        """Wait for the answers, and take them: seconds of the GPU that waited longest, and of the busiest link."""
+        cache, clock = self._lead.cache, self._lead.clock
+        for task in self._tasks:
+            waited_s = max(0.0, task.done_s - clock.now_s)
+            clock.now_s += waited_s
+            self.handle()
+            cache.stats.count_answer(
+                layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.decode_only
+            )
+        return max(task.blocked_s for task in self._tasks), max(task.link_s for task in self._tasks)
+
+
 class SimulatedShards:
     """The other GPUs of a lead (`engine.peers.shards.Shards`); experts belong to GPUs round-robin.
 
     Args:
-        clock, host: the lead's. shards: GPUs 1..G-1.
+        clock: the lead's. handle: its host handles a message. shards: GPUs 1..G-1.
     """
 
     def __init__(
-        self, header: TraceHeader, machine: Machine, clock: Clock, host: LeadHost,
+        self, header: TraceHeader, machine: Machine, clock: Clock, handle: Callable[[], None],
         shards: Sequence[SimulatedShard],
     ) -> None:  # fmt: skip
-        self._host = host
+        self._handle = handle
         self.peers = {f"shard/{i}": shard for i, shard in enumerate(shards, start=1)}
         self._machine, self._clock, self._row_bytes = machine, clock, _ROW_ITEM * header.hidden
         self._owners = owners_of(header, machine.gpus)
@@ -141,27 +179,30 @@ class SimulatedShards:
             for key, owner in [(key, self._owner[key]) for key in keys]
         ]
 
-    def run(self, name: str, layer: int, keys: list[int], part: Routing) -> SimulatedTask:
+    def run(
+        self, name: str, layer: int, keys: list[int], tokens: int, experts: Sequence[int], counts: Sequence[int]
+    ) -> SimulatedTask:
         """Send a shard its part of a layer."""
-        shard, hop_s = self.peers[name], self._machine.hop(min(part.tokens, part.pairs) * self._row_bytes)
+        pairs = sum(counts)
+        shard, hop_s = self.peers[name], self._machine.hop(min(tokens, pairs) * self._row_bytes)
         shard.begin(self._clock.now_s + hop_s)
-        answer = shard.run(layer, part)
+        answer = shard.run_part(layer, tokens, experts, counts)
         blocked_s = answer.paced_s - answer.measured_s
         return SimulatedTask(
-            "shard", name, keys, part.pairs, shard.clock.now_s + hop_s, answer, blocked_s, answer.modelled_s
+            "shard", name, keys, pairs, shard.clock.now_s + hop_s, answer, blocked_s, answer.modelled_s
         )
 
     def prefetch(self, layer: int, keys: Sequence[int]) -> None:
         """Post prefetches to the owners, most wanted first."""
         for shard, wanted in self._by_shard(keys):
             if wanted:
-                self._host.handle()
+                self._handle()
                 shard.begin(self._clock.now_s + self._machine.hop(0))
                 shard.prefetch(wanted)
 
     def place(self, keys: Sequence[int], *, keep_others: bool) -> Callable[[], bool]:
         for shard, hot in self._by_shard(keys):
-            self._host.handle()
+            self._handle()
             shard.begin(self._clock.now_s + self._machine.hop(0))
             shard.place(hot, keep_others=keep_others)
         return lambda: True
@@ -233,44 +274,13 @@ def owners_of(header: TraceHeader, gpus: int) -> list[int]:
     return [shard_of(layer, e, experts, gpus) for layer in range(header.layers) for e in range(experts)]
 
 
-def send(
-    away: Sequence[Remote], experts: int, routing: Routing, host: LeadHost, shards: SimulatedShards | None,
-    ndp: SimulatedNdp | None,
-) -> list[SimulatedTask]:  # fmt: skip
-    """The remote experts, one batch for each peer. experts: of a layer."""
-    parts: dict[str, list[Any]] = {}
-    for remote in away:
-        parts.setdefault(remote.peer, []).append(remote)
-    tasks = []
-    for name, part in parts.items():
-        keys = [remote.key for remote in part]
-        counts = [len(routing.pairs_of([key])) for key in keys]
-        host.handle()
-        if ndp is not None and name.startswith("ndp/"):
-            tasks.append(ndp.run(name, keys, [remote.bits for remote in part], counts, routing.tokens))
-            continue
-        assert shards is not None  # plans name no others
-        needed = [key - routing.layer * experts for key in keys]
-        own = Routing.of_counts(routing.layer, experts, routing.tokens, needed, counts)
-        tasks.append(shards.run(name, routing.layer, keys, own))
-    return tasks
-
-
-def join(task: SimulatedTask, clock: Clock, host: LeadHost, cache: ExpertCache, layer: int) -> None:
-    """Wait for an answer, and take it."""
-    waited_s = max(0.0, task.done_s - clock.now_s)
-    clock.now_s += waited_s
-    host.handle()
-    cache.stats.count_answer(layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.decode_only)
-
-
 def rows_of(spans: Sequence[Span]) -> list[SequenceRows]:
     return [SequenceRows(span.sequence, span.start, span.stop, span.decode) for span in spans]
 
 
 def make_simulated_placer(
-    settings: PolicySettings, header: TraceHeader, machine: Machine, cache: ExpertCache, slots: Sequence[int],
-    shards: SimulatedShards | None, ndp: SimulatedNdp | None, counts: NDArray[np.int64] | None, score: Any,
+    settings: PolicySettings, header: TraceHeader, machine: Machine, caches: Sequence[ExpertCache], peers: Peers,
+    counts: NDArray[np.int64] | None, score: Any,
 ) -> Placer:  # fmt: skip
     """The engine's placer of a preset, with simulated peers.
 
@@ -278,7 +288,7 @@ def make_simulated_placer(
     and which expert gets which width is not the paper's.
 
     Args:
-        slots: of each GPU. counts: popularity [L, E], for placement static; None or zeros: it counts as it runs.
+        caches: of each GPU. counts: popularity [L, E], for placement static; None or zeros: it counts as it runs.
         score: of routers, as of `engine.peers.auto`.
 
     Raises:
@@ -286,13 +296,14 @@ def make_simulated_placer(
     """
     from ...actors.engine.peers import placement as engine  # torch
 
-    peers, experts, kind = cast(Any, shards), header.experts, settings.placement.kind
+    cache, experts, kind, ndp = caches[0], header.experts, settings.placement.kind, peers.ndp
+    shards = cast(Any, peers.shards)
     if kind == "cache":
-        return engine.GpuPlacer(cache, experts, peers)
+        return engine.GpuPlacer(cache, experts, shards)
     if ndp is None and not settings.placement.optional_workers:
         raise without_ndp(settings.name, machine.name)
     if settings.placement.planned:
-        return _planned_placer(settings.placement, header, machine, cache, peers, ndp, score)
+        return _planned_placer(settings.placement, header, machine, cache, shards, ndp, score)
     assert ndp is not None
     pool = cast(Any, ndp)
     widths = settings.precision.widths or (1, 2, 3, 4)
@@ -312,7 +323,7 @@ def make_simulated_placer(
         return engine.MondePlacer(cache, experts, pool, choose, widest, settings.placement.hot_per_layer is None)
     owner = np.asarray(owners_of(header, machine.gpus)).reshape(shape)
     try:
-        hot_slots = HotSlots.fit(owner, slots, settings.placement.hot_per_layer)
+        hot_slots = HotSlots.fit(owner, [each.stats.slots for each in caches], settings.placement.hot_per_layer)
     except ValueError as error:
         raise ConfigError(f"policy {settings.name}: {error}", "raise --budget") from error
     if kind == "context":
@@ -323,9 +334,9 @@ def make_simulated_placer(
 
         hot_set = HotSet(hot_slots, settings.placement.alpha)
         near, renew = settings.placement.prompts == "ndp", settings.placement.renew
-        return engine.ContextPlacer(cache, experts, peers, pool, widest, hot_set, bits, migrated, near, renew)
+        return engine.ContextPlacer(cache, experts, shards, pool, widest, hot_set, bits, migrated, near, renew)
     known = counts if counts is not None and counts.any() else None
-    return engine.StaticPlacer(cache, experts, peers, pool, widest, hot_slots, bits, known)
+    return engine.StaticPlacer(cache, experts, shards, pool, widest, hot_slots, bits, known)
 
 
 def _planned_placer(

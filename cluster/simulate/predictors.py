@@ -14,7 +14,7 @@ from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, re
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
 from ...errors import TraceError
-from .backend import RecordedForward, RecordedLayer, see, spans_of
+from .recorded import RecordedForward, RecordedLayer, see, spans_of
 from .trace import Iteration, Request, TraceHeader
 
 TRAINING_ROWS = 20_000  # of predictors, at most

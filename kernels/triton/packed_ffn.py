@@ -1,4 +1,4 @@
-"""Experts in the packed replica format on a GPU, in Triton: dequantise and multiply (docs/checkpoints.md).
+"""Experts in the packed replica format on a GPU, in Triton: dequantise and multiply (docs/store-format.md).
 
     act[p, j] = act(gate_j . x) * (up_j . x)       y[pair p] = sum over neurons j of act[p, j] * down_j
 

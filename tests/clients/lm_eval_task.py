@@ -3,10 +3,10 @@
     python tests/clients/lm_eval_task.py MODEL FOLDER
     lm_eval --model local-completions --include_path FOLDER --tasks tiermoe_choices --model_args ...
 
-docs/api.md has the whole command. The harness joins the tokens of the context without its trailing white space to what
-follows them in the tokens of the whole text. Where a token spans that boundary, this loses it. So a context ends before
-such tokens, and all choices of the item begin with them, which adds the same to each. The program prints how many items
-are scored by the tokens of `tiermoe eval` (`same_tokens`).
+docs/results/clients.md has the whole command. The harness joins the tokens of the context without its trailing white
+space to what follows them in the tokens of the whole text. Where a token spans that boundary, this loses it. So a
+context ends before such tokens, and all choices of the item begin with them, which adds the same to each. The program
+prints how many items are scored by the tokens of `tiermoe eval` (`same_tokens`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ from fake_api import EOS, FakeBackend, byte_tokenizer
 from hypothesis import HealthCheck, given, seed
 from hypothesis import settings as hypothesis_settings
 
+from tiermoe.cluster.api.model import ServedModel
 from tiermoe.cluster.api.routes import make_app
-from tiermoe.cluster.api.service import Service
+from tiermoe.cluster.api.runs import Runs
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.templates import ChatTemplate
 
@@ -41,7 +42,9 @@ def server() -> Iterator[tuple[str, dict[str, Any]]]:
 
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     limits = LimitSettings(body_s=_SILENCE_S)
-    app = make_app(Service(FakeBackend(max_requests=64), byte_tokenizer(), template, "fake", limits), None)
+    backend, tokenizer = FakeBackend(max_requests=64), byte_tokenizer()
+    model = ServedModel("fake", backend.plan, tokenizer, template, limits)
+    app = make_app(model, Runs(backend, tokenizer, limits), None)
     config = uvicorn.Config(
         app, http=TimedConnection, timeout_keep_alive=_SILENCE_S, lifespan="off", log_config=None
     )

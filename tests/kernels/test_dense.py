@@ -40,7 +40,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("inputs", "outputs"), [(16, 4), (7, 3), (64, 9), (37, 1), (256, 130)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 4), (7, 3), (64, 9), (37, 1), (256, 130), (256, 1030)])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> None:
     weight, bias = random(outputs, inputs, dtype=dtype), random(outputs)
@@ -54,18 +54,9 @@ def test_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -
 
         expected = (x.double() @ weight.double().t() + bias.double()).to(dtype)
         tolerance = 1e-4 if dtype == torch.float32 else 0.02
-        torch.testing.assert_close(run(make, x, threads=threads), expected, rtol=tolerance, atol=tolerance)
-
-
-def test_a_large_product_on_several_threads() -> None:
-    weight, x = random(1030, 256), random(3, 256)
-
-    def make(builder: Builder, values: list[Value]) -> Value:
-        out = builder.new((1030,))
-        builder.linear(out, values[0], weight)
-        return out
-
-    assert torch.equal(run(make, x, threads=2), run(make, x, threads=1))
+        found = run(make, x, threads=threads)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert torch.equal(found, run(make, x))  # threads change no bit
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -200,16 +191,6 @@ def test_attention_over_scattered_slots(
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
     assert torch.equal(cache_k[write], k)
     assert torch.equal(cache_v[write], v)
-
-
-def test_space_is_used_again() -> None:
-    builder = Builder()
-    value = builder.new((32,))
-    builder.step("load", 0, value, p=[0])
-    for _ in range(50):
-        value, before = builder.new((32,)), value
-        builder.step("unary", UNARY.index("neg"), value, before)
-    assert builder._places()[1] == 64
 
 
 @pytest.mark.parametrize(

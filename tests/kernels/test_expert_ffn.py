@@ -23,7 +23,7 @@ if torch.cuda.is_available():
 from tiermoe.kernels.triton.expert_ffn import PAD, TritonKernel, shapes_for
 from tiermoe.kernels.triton.tables import kernel_copy
 
-SUM = 2.0**-22  # unit roundoff of float32 sums in docs/auto.md: two bits to spare for tensor cores, which cut off
+SUM = 2.0**-22  # unit roundoff of float32 sums in docs/auto-notes.md: two bits to spare for tensor cores, which cut off
 
 
 def kernel_of(pool: Operands, activation: str = "silu") -> TritonKernel:
@@ -118,7 +118,7 @@ def _bits(values: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("unit", [2.0**-7, 2.0**-8])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_gpu_and_a_cpu_agree_within_the_stated_bound(rows: int, unit: float) -> None:
-    """The bound of docs/auto.md, at each component: a slot's kernel in bfloat16, the near-data one in float32.
+    """The bound of docs/auto-notes.md, at each component: a slot's kernel in bfloat16, the near-data one in float32.
 
     The interpreter cuts numbers off to bfloat16, which is twice the unit of a GPU, which rounds them: with that unit
     torch takes Triton's steps. One neuron that is left out exceeds the bound.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from form_cases import FORMS, expert_form, form, fused_form, random_expert, random_parts, reference
+from kernel_cases import compiled
 from quick import quick
 
 from tiermoe.errors import FormError
@@ -178,31 +176,6 @@ def test_triton_experts(name: str, strided: bool) -> None:
         TritonFormKernel(slots, expert_form("q8_0", 256, 128), gate)
 
 
-_COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tiermoe.kernels.triton import forms
-
-dtype, codes, scale, capability = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-kernel = forms._linear_kernel
-types = dict.fromkeys(("rows", "slot", "WIDTH", "DEPTH", "G"), "i32") | dict.fromkeys(
-    ("weight_slot", "scale_slot", "zero_slot", "whole_slot", "order_slot"), "i32")
-types |= dict(x="*" + dtype, y="*" + dtype, weight="*u8", zero="*u8", whole="*fp32", order="*i32",
-              scale="*u8" if scale else "*fp16")
-constants = dict(CODES=codes, SCALE=scale, GROUP=32, BLOCK=1, ZEROS=codes == 2, ORDER=codes == 2, DIVIDES=scale == 2,
-                 ROWS=16, OUTPUTS=32, INPUTS=64)
-source = ASTSource(
-    fn=kernel, signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-    constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-)
-ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
-assert ".target sm_%d" % capability in ptx
-print("mma" if "mma" in ptx else "fma")
-"""
-
-
 @pytest.mark.parametrize(
     ("dtype", "codes", "scale", "capability", "by"),
     quick(
@@ -213,10 +186,10 @@ print("mma" if "mma" in ptx else "fma")
 def test_triton_compiles(dtype: str, codes: int, scale: int, capability: int, by: str, tmp_path: Path) -> None:
     """For GPUs, which it takes none to compile for."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, dtype, str(codes), str(scale), str(capability)],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [by]
+    sizes = ("rows", "slot", "WIDTH", "DEPTH", "G", *(f"{name}_slot" for name in ("weight", "scale", "zero", "whole",
+                                                                                  "order")))  # fmt: skip
+    types = dict.fromkeys(sizes, "i32") | {"x": f"*{dtype}", "y": f"*{dtype}", "weight": "*u8", "zero": "*u8"}
+    types |= {"whole": "*fp32", "order": "*i32", "scale": "*u8" if scale else "*fp16"}
+    fixed = {"CODES": codes, "SCALE": scale, "GROUP": 32, "BLOCK": 1, "ZEROS": codes == 2, "ORDER": codes == 2,
+             "DIVIDES": scale == 2, "ROWS": 16, "OUTPUTS": 32, "INPUTS": 64}  # fmt: skip
+    assert compiled("forms", "_linear_kernel", types, fixed, capability, tmp_path)[0] == by

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 
 import kernel_cases as reference
@@ -86,19 +84,6 @@ def test_the_vector_instruction_sets_agree_bit_by_bit() -> None:
         found = [one_row(PackedLayer(arrays, shape, "silu", POOLS[name, 1]), 0, x) for name in vector]
         for other in found[1:]:
             np.testing.assert_array_equal(other, found[0])
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_exact_where_activations_are_integers(bits: int) -> None:
-    """With inputs of +-127 and relu nothing is rounded on the way in: the dot products are the integers themselves."""
-    rng = np.random.default_rng(bits)
-    shape = PackedShape(64, 32, bits, 32)
-    experts = experts_of(1, shape, rng)
-    x = np.where(rng.random((3, 64)) < 0.5, np.float32(-127), np.float32(127))
-    expected = reference.packed_expert_ffn(*experts[0], x.astype(np.float64), "relu")
-    for name in instruction_sets():
-        out = one_row(PackedLayer(stacked(experts), shape, "relu", POOLS[name, 1]), 0, x)
-        np.testing.assert_allclose(out, expected, rtol=2e-2, atol=1e-3 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", instruction_sets())
@@ -329,9 +314,3 @@ def test_layers_that_do_not_fit_are_refused() -> None:
         FullLayer(gate_up, np.asfortranarray(down), "float32", "silu", BEST)
     with pytest.raises(ValueError, match="no kernel for float64"):
         FullLayer(gate_up, down, "float64", "silu", BEST)
-
-
-def test_the_wrapper_needs_no_torch() -> None:
-    """The NDP worker starts in a second because of it."""
-    code = "import sys, tiermoe.kernels.packed_ffn as p; p.Threads(2); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

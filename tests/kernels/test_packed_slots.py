@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import kernel_cases as reference
 import numpy as np
 import pytest
 import torch
-from kernel_cases import Expert, experts_of, stacked
+from kernel_cases import Expert, compiled, experts_of, stacked
 from quick import quick
 
 from tiermoe.kernels.pack import BITS, PackedShape, PackError
@@ -150,36 +147,6 @@ def test_refused() -> None:
                 kernel.run(*wrong)
 
 
-_COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from tiermoe.kernels.triton import packed_ffn
-
-dtype, bits, rows, capability = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-shared = dict(pairs="*i64", codes="*u8", scales="*fp16", start="i32", stop="i32", slot="i32", H="i32", N="i32",
-              codes_slot="i32", scales_slot="i32", act="*" + dtype)
-fixed = dict(BITS=bits, GROUP=64, ROWS=rows)
-for kernel, types, more in (
-    (packed_ffn._gate_up_kernel, shared | dict(hidden="*" + dtype, top_k="i32"), dict(ACTIVATION=0)),
-    (packed_ffn._down_kernel, shared | dict(y="*" + dtype), {}),
-):
-    constants = fixed | more
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = ASTSource(
-        fn=kernel, signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-    )
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
-    assert ".target sm_%d" % capability in ptx
-    print("mma" if "mma" in ptx else "fma")
-    for param in kernel.params:
-        if param.name in ("start", "stop", "slot", "top_k"):
-            assert param.do_not_specialize, param.name
-"""
-
-
 @pytest.mark.parametrize(
     ("dtype", "bits", "rows", "capability", "by"),
     quick(
@@ -191,10 +158,14 @@ def test_triton_compiles(dtype: str, bits: int, rows: int, capability: int, by: 
     """For GPUs, which it takes none to compile for: halves on tensor cores, float32 in full. Numbers that change from
     call to call are not specialised: a request once waited for the kernel that was tried out with another top-k."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, dtype, str(bits), str(rows), str(capability)],
-        env=environment, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [by, by]
+    numbers = ("start", "stop", "slot", "H", "N", "codes_slot", "scales_slot")
+    types = dict.fromkeys(numbers, "i32") | {"pairs": "*i64", "codes": "*u8", "scales": "*fp16", "act": f"*{dtype}"}
+    fixed = {"BITS": bits, "GROUP": 64, "ROWS": rows}
+    for kernel, more, changing in (
+        ("_gate_up_kernel", {"hidden": f"*{dtype}", "top_k": "i32"}, {"start", "stop", "slot", "top_k"}),
+        ("_down_kernel", {"y": f"*{dtype}"}, {"start", "stop", "slot"}),
+    ):
+        constants = fixed | ({"ACTIVATION": 0} if "hidden" in more else {})
+        found, free = compiled("packed_ffn", kernel, types | more, constants, capability, tmp_path)
+        assert found == by
+        assert changing <= set(free)

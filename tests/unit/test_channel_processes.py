@@ -119,6 +119,3 @@ def test_a_process_ends_although_its_channels_are_open() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (0, "done", "")
-
-
-# TLS

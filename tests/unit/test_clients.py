@@ -7,16 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from fake_api import WAIT_S, FakeBackend, error, post, serving
+from fake_api import CALLS_TEMPLATE, WAIT_S, FakeBackend, serving
 from pydantic import BaseModel
 
 openai = pytest.importorskip("openai")
 
-_TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
-    "<tool_call>{{ dict(name=f.name, arguments=f.arguments) | tojson }}</tool_call>{% endfor %}{% endfor %}"
-)
 _TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
@@ -26,7 +21,7 @@ def with_client(call: Callable[[Any], Awaitable[Any]], answers: dict[str, bytes]
     async def run() -> Any:
         backend = FakeBackend(answers, step=2)
         backend.plan["max_prompt_tokens"] = 500
-        _, http = serving(backend, template=_TEMPLATE)
+        _, http = serving(backend, template=CALLS_TEMPLATE)
         client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="k", http_client=http(), max_retries=0)
         async with client:
             return await asyncio.wait_for(call(client), WAIT_S)
@@ -41,6 +36,8 @@ def test_responses_whole_and_streamed() -> None:
         whole = await client.responses.create(model="fake", input="hi", instructions="x", store=False)
         stream = await client.responses.create(model="fake", input=messages, stream=True)
         short = await client.responses.create(model="fake", input="hello", max_output_tokens=2)
+        stopped = await client.responses.create(model="fake", input="hello", extra_body={"stop": "L"})
+        assert (stopped.status, stopped.output_text) == ("completed", "HE")
         return whole, [event async for event in stream], short
 
     whole, events, short = with_client(call)
@@ -54,18 +51,6 @@ def test_responses_whole_and_streamed() -> None:
     assert (last.output_text, last.usage.input_tokens, last.usage.output_tokens) == ("HI", 2, 3)
     assert (short.status, short.output_text) == ("incomplete", "HE")
     assert short.incomplete_details.reason == "max_output_tokens"
-
-
-def test_responses_take_the_sampling_parameters_of_completions() -> None:
-    """guidellm sends `ignore_eos` and `stop` to this route too."""
-    backend, extra = FakeBackend(), {"ignore_eos": True, "stop": None, "top_k": 5, "seed": 3, "stop_token_ids": [65]}
-    answer = post("/v1/responses", {"input": "hello", "max_output_tokens": 3, "temperature": 0.5, **extra}, backend)
-    assert answer.json()["output"][0]["content"][0]["text"] == "HEL"
-    found = backend.requests[0].sampling
-    assert (found.ignore_eos, found.top_k, found.seed, found.stop_token_ids) == (True, 5, 3, (65,))
-    assert (found.temperature, found.max_tokens) == (0.5, 3)
-    stopped = post("/v1/responses", {"input": "hello", "stop": "L"}).json()
-    assert (stopped["status"], stopped["output"][0]["content"][0]["text"]) == ("completed", "HE")
 
 
 def test_tool_calls_and_parsed_answers() -> None:
@@ -108,24 +93,3 @@ def test_an_answer_comes_back_as_clients_keep_it() -> None:
     called = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     answers = {"f;hi": called.encode(), f"f;hi{called}warm": b"done"}
     assert with_client(call, answers).choices[0].message.content == "done"
-
-
-def test_embeddings_are_refused_in_words() -> None:
-    async def call(client: Any) -> None:
-        with pytest.raises(openai.BadRequestError, match="embedding model"):
-            await client.embeddings.create(model="fake", input="hi")
-
-    with_client(call)
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"input": []}, "input"), ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
-        ({"input": "x", "previous_response_id": "r"}, "previous_response_id"), ({"input": "x", "inputs": 1}, "inputs"),
-        ({"input": [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"input": "x", "text": {"format": {"type": "xml"}}}, "response_format"),
-    ],
-)  # fmt: skip
-def test_what_responses_refuses(body: dict[str, Any], param: str) -> None:
-    assert error(post("/v1/responses", body))[:2] == (400, param)

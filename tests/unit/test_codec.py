@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import struct
-import subprocess
-import sys
 from dataclasses import fields, replace
 from typing import Any
 
@@ -225,6 +222,7 @@ def _layout(*arrays: tuple[int, tuple[int, ...]]) -> bytes:
         _layout((0, (1, 1, 1, 1, 4))),
         _layout(),
         _layout(*[(0, (1, 4))] * 30),
+        _layout((0, (1, 4)), (0, (1, 4))),
         _layout((0, (1, 4)))[:-1],
         b"\xff\xff",
     ],
@@ -232,11 +230,6 @@ def _layout(*arrays: tuple[int, tuple[int, ...]]) -> bytes:
 def test_layouts_that_lie(layout: bytes) -> None:
     with pytest.raises(MessageError):
         decode(*_RESULT, layout, memoryview(bytes(16)), LIMITS)
-
-
-def test_a_payload_of_another_size() -> None:
-    with pytest.raises(MessageError, match="there are 15"):
-        decode(*_RESULT, _layout((0, (1, 4))), memoryview(bytes(15)), LIMITS)
 
 
 # A body's texts: another length, no UTF-8, no JSON, JSON of something else
@@ -286,13 +279,6 @@ def test_bounds_of_a_frame_and_of_the_limits() -> None:
         Limits(experts=0)
 
 
-@given(st.binary(max_size=300))
-@settings(max_examples=300, deadline=None)
-def test_random_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(MessageError):
-        _message(data)
-
-
 _VALID = [_bytes(message) for message in SENT]
 
 
@@ -316,19 +302,3 @@ def test_mutated_messages_decode_or_are_refused(data: bytes, changes: list[tuple
         value = getattr(message, field.name)
         if isinstance(value, np.ndarray) and value.dtype.kind == "f":
             assert np.isfinite(value).all()
-
-
-@given(st.integers(1, len(MESSAGES)), st.binary(max_size=60), st.binary(max_size=60), st.binary(max_size=64))
-@settings(max_examples=500, deadline=None)
-def test_random_parts(kind: int, body: bytes, layout: bytes, payload: bytes) -> None:
-    with contextlib.suppress(MessageError):
-        decode(kind, body, layout, memoryview(payload), LIMITS)
-
-
-def test_a_channel_needs_neither_ray_nor_torch_nor_grpc_to_be_imported() -> None:
-    code = (
-        "import sys, tiermoe.proto.peers, tiermoe.proto.server; "
-        "print([m for m in ('ray', 'torch', 'transformers', 'grpc') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"

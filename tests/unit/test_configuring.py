@@ -21,7 +21,7 @@ from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.jobs.replay import Replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status_tables import configurator_rows
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_split, neurons_of
+from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, context_of, first_split, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
@@ -235,9 +235,8 @@ class TestSimulated:
         cut = first_split(trace.header, POLICY, Budget(share=0.5))
         assert cut.neurons == 16
         eviction = split_eviction(lambda: Lcp(one_layer=True), 4, 8)
-        engine = SimulatedEngine(
-            trace.header, machine(1e-3), Budget(share=0.5), eviction, check=True, split=cut, adaptive=POLICY
-        )
+        policies = Policies(eviction, split=cut, settings=POLICY)
+        engine = SimulatedEngine(trace.header, machine(1e-3), Budget(share=0.5), policies, check=True)
         served = serve(engine, trace.requests())
         found = engine.stats.configurator
         assert found is not None

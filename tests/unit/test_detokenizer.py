@@ -73,6 +73,7 @@ _BYTES, _LETTERS = st.integers(0, 255), st.integers(258, _SIZE + 3)  # with ids 
 @example([0x0A], True, None)  # "Invalid prefix encountered"
 @example([0xF0, 0x9F, 258], True, None)
 @example([*"🙂".encode(), 0xF0], True, None)  # one wrong byte changes the whole run
+@example([258, 258, _SIZE + 3], False, None)  # tokens that begin in what is stripped
 def test_the_pieces_are_what_decoding_all_gives(name: str, ids: list[int], skip: bool, data: Any) -> None:
     tokenizer = TOKENIZERS[name]
     if name == "both ends":  # the library's Strip panics on a text that is shorter than what it may take

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from tiermoe.cluster.api import bodies
 from tiermoe.cluster.api.answers import completion_logprobs
 from tiermoe.cluster.api.bodies import parse
+from tiermoe.cluster.api.model import ServedModel
 from tiermoe.cluster.api.offload import Offload
 from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.responses import ResponsesBody
@@ -72,12 +73,10 @@ def test_a_failure_of_ours_is_json_too() -> None:
     backend.plan["max_prompt_tokens"] = 64
 
     async def call() -> httpx.Response:
-        service, _ = serving(backend)
-        service.check_model = None  # type: ignore[assignment,method-assign]
-        from tiermoe.cluster.api.routes import make_app
-
-        transport = httpx.ASGITransport(make_app(service, None), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        runs, client = serving(backend)
+        runs.submit = None  # type: ignore[assignment,method-assign]
+        async with client() as http:
+            http._transport.raise_app_exceptions = False  # type: ignore[attr-defined]
             return await http.post("/v1/completions", json={"prompt": "p"})
 
     status, _, message = error(asyncio.run(call()))
@@ -237,10 +236,10 @@ def test_a_long_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.Monke
         raise AssertionError("tokenized")
 
     async def call() -> None:
-        service, _ = serving(FakeBackend())
-        monkeypatch.setattr(service, "_encode", refuse)
+        model = ServedModel("fake", {"max_prompt_tokens": 64}, byte_tokenizer(), None, LimitSettings())
+        monkeypatch.setattr(model, "_encode", refuse)
         with pytest.raises(ApiError) as caught:
-            await service.prompt_ids("x" * (64 * 5 + 1))
+            await model.prompt_ids("x" * (64 * 5 + 1))
         assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
     asyncio.run(call())
@@ -248,10 +247,8 @@ def test_a_long_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.Monke
 
 def test_a_long_text_is_tokenized_without_the_interpreters_lock() -> None:
     async def call() -> int:
-        backend = FakeBackend()
-        backend.plan["max_prompt_tokens"] = 10**7
-        service, _ = serving(backend)
-        work = asyncio.ensure_future(service.prompt_ids("the quick brown " * 30_000))
+        model = ServedModel("fake", {"max_prompt_tokens": 10**7}, byte_tokenizer(), None, LimitSettings())
+        work = asyncio.ensure_future(model.prompt_ids("the quick brown " * 30_000))
         turns = 0
         while not work.done():
             await asyncio.sleep(0)

@@ -161,7 +161,7 @@ def test_an_edge_that_refuses_to_start_again_is_made_anew_and_the_server_socket_
     door = SimpleNamespace(
         name="", tls=None, access=None, answer_unavailable=said.append, hand_over=lambda: said.append("handed over")
     )
-    monkeypatch.setattr(servers.gcs, "actors", lambda: table)
+    monkeypatch.setattr(servers, "actor_table", lambda: table)
     monkeypatch.setattr(servers, "time", clock)
     monkeypatch.setattr(servers, "make_here", lambda *args, **options: next(made))
     monkeypatch.setattr(servers.ray, "get", get)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import subprocess
-import sys
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 from handmade_store import LAYERS, layer_values, write_store
 
 from tiermoe.actors.store import pages
-from tiermoe.actors.store.files import ExpertStore, VerifiedFiles, open_views, renewed
+from tiermoe.actors.store.files import ExpertStore, open_views, renewed
 from tiermoe.actors.store.format import MANIFEST_NAME, layer_name
 from tiermoe.errors import StoreError
 
@@ -159,15 +157,6 @@ def test_a_store_on_read_only_storage_opens(store: Path, monkeypatch: pytest.Mon
     assert len(ExpertStore(store).layers) == LAYERS
 
 
-def test_opening_needs_no_torch(store: Path) -> None:
-    code = (
-        "import sys; from tiermoe.actors.store.files import ExpertStore; "
-        f"ExpertStore({str(store)!r}); print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
-
-
 def test_a_slice_needs_only_its_own_layers(store: Path) -> None:
     (store / layer_name(0)).unlink()
     opened = ExpertStore(store, layers=[1])
@@ -197,12 +186,3 @@ def test_a_slice_of_nothing_has_the_dense_weights_and_one_beyond_the_layers_is_r
     (store / "config.json").write_bytes(b"[]")
     with pytest.raises(StoreError, match=r"config\.json"):
         ExpertStore(store, layers=[])
-
-
-def test_slices_of_one_folder_keep_each_others_stamps(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ExpertStore(store, layers=[0])
-    ExpertStore(store, "stamp", layers=[1])
-    hashed: list[Any] = []
-    monkeypatch.setattr(VerifiedFiles, "check_hashes", lambda _, records: hashed.extend(records))
-    ExpertStore(store, "stamp")
-    assert not hashed

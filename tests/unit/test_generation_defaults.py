@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 from commands import Command
-from fake_api import FakeBackend, chat, complete
 
 import tiermoe
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
-from tiermoe.cluster.checkpoints.generation import NO_DEFAULTS, GenerationDefaults, read_defaults
+from tiermoe.cluster.checkpoints.generation import NO_DEFAULTS, read_defaults
 from tiermoe.cluster.jobs.run import Asked
 from tiermoe.errors import CheckpointError, ConfigError
 
@@ -97,43 +96,6 @@ def test_fields_that_are_not_carried_out_are_named(tmp_path: Path) -> None:
     assert set(found.not_carried_out) == set(fields)
     assert found.warning is not None
     assert all(name in found.warning for name in fields)
-
-
-DEFAULTS = GenerationDefaults(
-    temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.25, presence_penalty=0.5, max_new_tokens=3
-)
-
-
-@pytest.mark.parametrize("ask", [complete, chat])
-def test_a_request_gets_what_it_leaves_out(ask: Any) -> None:
-    backend = FakeBackend(answers={"hi": b"abcdefgh"})
-    body = {"prompt": "hi"} if ask is complete else {}
-    answer = ask(body | {"temperature": None}, backend, defaults=DEFAULTS)
-    assert answer["usage"]["completion_tokens"] == 3
-    sampling = backend.requests[0].sampling
-    assert sampling == SamplingParams(
-        max_tokens=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.25, presence_penalty=0.5
-    )
-    given = {
-        "max_tokens": 5, "temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1,
-        "presence_penalty": 0,
-    }  # fmt: skip
-    ask(body | given, backend, defaults=DEFAULTS)
-    assert backend.requests[1].sampling == SamplingParams(max_tokens=5)
-    ask(body | {"temperature": None}, backend)
-    assert backend.requests[2].sampling.temperature == 1
-
-
-def test_a_default_of_tokens_takes_no_more_than_fit() -> None:
-    """The limit is 64 tokens: a model's own number, which the client did not give, refuses no request."""
-    many = GenerationDefaults(max_new_tokens=100_000)
-    for ask, body in ((complete, {"prompt": "hi"}), (chat, {})):
-        backend = FakeBackend()
-        ask(body, backend, defaults=many)
-        assert backend.requests[0].sampling.max_tokens == 62
-    ask_zero = FakeBackend()
-    complete({"prompt": "hi", "max_tokens": 0, "echo": True, "logprobs": 1}, ask_zero, defaults=many)
-    assert ask_zero.requests[0].sampling.max_tokens == 1
 
 
 def test_run_and_llm_stay_greedy(checkpoint: Path, tmp_path: Path) -> None:

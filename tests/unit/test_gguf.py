@@ -9,7 +9,7 @@ import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
-from tiermoe.cluster.checkpoints.gguf_header import read_gguf, read_gguf_header
+from tiermoe.cluster.checkpoints.gguf_header import read_gguf_header
 from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.checkpoints.quantization import published_as
 from tiermoe.cluster.config import check_model_dir
@@ -140,7 +140,6 @@ REFUSED = [  # architecture, keys, tensors, what the message names
     ("qwen3moe", {"block_count": "two"}, {}, "block_count"),
     ("qwen3moe", {"attention.head_count": None}, {}, "attention.head_count"),
     ("qwen3moe", {"rope.freq_base": -1.0}, {}, "rope"),
-    ("qwen3moe", {"general.architecture": "qwen3next"}, {}, "qwen3next"),
 ]  # fmt: skip
 
 
@@ -148,12 +147,8 @@ REFUSED = [  # architecture, keys, tensors, what the message names
 def test_what_changes_the_computation_is_refused_by_name(
     architecture: str, keys: dict[str, Any], tensors: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    base = model(tmp_path / "base.gguf", architecture)
-    full = {key if key.startswith("general.") else f"{architecture}.{key}": value for key, value in keys.items()}
-    file = rewrite(base, tmp_path / "out" / "m.gguf", full, tensors)[0]
-    if "general.architecture" in keys:
-        file.write_bytes(base.read_bytes().replace(b"qwen3moe", b"qwen3nxt"))
-        named = "qwen3nxt"
+    full = {f"{architecture}.{key}": value for key, value in keys.items()}
+    file = rewrite(model(tmp_path / "base.gguf", architecture), tmp_path / "out" / "m.gguf", full, tensors)[0]
     with pytest.raises(CheckpointError) as raised:
         logits(locate(str(file)), PROMPT)
     assert named in str(raised.value)
@@ -252,85 +247,142 @@ def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
 
 # --- what is said of files that are not served -----------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_dense_model_says_so_before_anything_else(beside: bool, tmp_path: Path) -> None:
-    """Of the file, of its folder, and with a config.json beside it; whatever else is missing."""
-    dense = {name: None for name in tensors_of(model(tmp_path / "base.gguf", "llama")) if "_exps" in name}
-    keys = {"llama.expert_count": None, "general.architecture": None, "tokenizer.ggml.model": None}
-    file = rewrite(tmp_path / "base.gguf", tmp_path / "dense" / "m.gguf", keys, dense)[0]
-    if beside:
-        (file.parent / "config.json").write_text("{}")
-    for given in (file, file.parent):
-        with pytest.raises(UnsupportedModelError, match=r"m\.gguf is a dense model .*: it has no experts"):
-            locate(str(given))
-    with pytest.raises(UnsupportedModelError, match="dense"):
-        open_checkpoint_of(file.parent)
+EXPERTS, DENSE = "blk.0.ffn_down_exps.weight", "blk.0.attn_q.weight"
+_WORDS = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [*map(str, range(63)), "eleven"],
+          "tokenizer.chat_template": "tenfold"}  # fmt: skip
+Make = Callable[[Path], Path]
 
 
-def open_checkpoint_of(folder: Path) -> None:
-    (folder / "config.json").write_text("{}")
-    open_checkpoint(folder)
+def changed(change: Callable[[bytes], bytes], keys: dict[str, Any] | None = None) -> Make:
+    """A file whose bytes are changed."""
+
+    def make(folder: Path) -> Path:
+        file = rewrite(model(folder / "base.gguf", "qwen3moe"), folder / "own" / "m.gguf", keys or {})[0]
+        file.write_bytes(change(file.read_bytes()))
+        return file
+
+    return make
 
 
-def test_an_unknown_dense_architecture_is_dense_first(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma3")
+def no_utf8(text: str) -> Make:
+    """A string of the metadata of which a byte is none of a text."""
+    entry = len(text).to_bytes(8, "little") + text.encode()
+    return changed(lambda data: data.replace(entry, entry[:9] + b"\xff" + entry[10:], 1), _WORDS)
+
+
+def dense(*, beside: bool = False, as_folder: bool = False) -> Make:
+    """A dense model, whatever else is missing."""
+
+    def make(folder: Path) -> Path:
+        base = model(folder / "base.gguf", "llama")
+        keys = {"llama.expert_count": None, "general.architecture": None, "tokenizer.ggml.model": None}
+        none = {name: None for name in tensors_of(base) if "_exps" in name}
+        file = rewrite(base, folder / "dense" / "m.gguf", keys, none)[0]
+        if beside:
+            (file.parent / "config.json").write_text("{}")
+        return file.parent if as_folder else file
+
+    return make
+
+
+def unknown_dense(folder: Path) -> Path:
+    writer = gguf.GGUFWriter(folder / "m.gguf", "gemma3")
     writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModelError, match="dense model"):
-        locate(str(tmp_path / "m.gguf"))
+    return folder / "m.gguf"
 
 
-def test_a_file_that_is_no_model(tmp_path: Path) -> None:
-    base = model(tmp_path / "base.gguf", "qwen3moe")
-    file = rewrite(base, tmp_path / "lora" / "m.gguf", {"general.type": "adapter"})[0]
-    with pytest.raises(CheckpointError, match="is of the type 'adapter', not a model"):
-        locate(str(file))
+def parts(change: Callable[[list[Path]], Path]) -> Make:
+    """A model in three parts."""
+    return lambda folder: change(rewrite(model(folder / "base.gguf", "qwen3moe"), folder / "m" / "m.gguf", parts=3))
 
 
-DAMAGE = {
-    "truncated": (lambda data: data[:-8], "truncated"),
-    "its header alone": (lambda data: data[:200], "truncated"),
-    "empty": (lambda data: b"", "truncated"),
-    "a web page": (lambda data: b"<!DOCTYPE html>" + data, "not a GGUF file"),
-    "a pointer": (lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:", "git lfs pull"),
-    "version 1": (lambda data: data[:4] + b"\x01" + data[5:], "version 1"),
-    "the other byte order": (lambda data: data[:4] + bytes((0, 0, 0, 3)) + data[8:], "byte order"),
-}
+def of_type(tensor: str, kind: int) -> Make:
+    """Another number of a type in a tensor's entry of the header."""
+
+    def make(folder: Path) -> Path:
+        base = model(folder / "base.gguf", "qwen3moe")
+        wide = {name: np.zeros((*array.shape[:-1], 256)) for name, array in tensors_of(base).items() if name == tensor}
+        file = rewrite(base, folder / "own" / "m.gguf", tensors=wide)[0]  # whole blocks of any type
+        data = bytearray(file.read_bytes())
+        at = data.index(len(tensor).to_bytes(8, "little") + tensor.encode()) + 8 + len(tensor)
+        at += 4 + 8 * int.from_bytes(data[at : at + 4], "little")
+        data[at : at + 4] = kind.to_bytes(4, "little")
+        file.write_bytes(data)
+        return file
+
+    return make
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_download_again_is_said_only_of_a_file_that_is_too_short(kind: str, tmp_path: Path) -> None:
-    change, said = DAMAGE[kind]
-    file = model(tmp_path / "m.gguf", "qwen3moe")
-    file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(CheckpointError) as raised:
-        locate(str(file))
-    assert said in str(raised.value)
-    assert ("download" in raised.value.remedy) == (said == "truncated")
+def plain(name: str, data: bytes) -> Make:
+    def make(folder: Path) -> Path:
+        (folder / name).write_bytes(data)
+        (folder / "config.json").write_text("{}")
+        return folder / name if name != "mmproj-F16.gguf" else folder  # a projector alone is no model
+
+    return make
 
 
-def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
-    base = model(tmp_path / "base.gguf", "qwen3moe")
-    parts = rewrite(base, tmp_path / "split" / "m.gguf", parts=3)
-    whole = [path.read_bytes() for path in parts]
-    parts[1].unlink()
-    with pytest.raises(CheckpointError, match=r"lacks m-00002-of-00003\.gguf"):
-        locate(str(parts[0]))
-    parts[1].write_bytes(whole[2])
-    with pytest.raises(CheckpointError, match=r"has tensor|split\.no"):
-        locate(str(parts[0]))
-    lone = tmp_path / "lone" / "model.gguf"
-    lone.parent.mkdir()
-    lone.write_bytes(whole[0])
-    with pytest.raises(CheckpointError, match="a part of 3, which its name does not say"):
-        locate(str(lone))
-    fewer = rewrite(base, tmp_path / "fewer" / "m.gguf", {"split.tensors.count": 99}, parts=2)
-    header = read_gguf_header(fewer[0])
-    assert header.metadata["split.tensors.count"] == len(read_gguf(fewer).tensors)
+_IS_DENSE = r"m\.gguf is a dense model .*: it has no experts"
+# what is wrong -> what makes it, and how it is said; "download" is said only of a file that is too short
+FILES: dict[str, tuple[Make, str]] = {
+    "truncated": (changed(lambda data: data[:-8]), r"truncated.*; download"),
+    "its header alone": (changed(lambda data: data[:200]), r"truncated.*; download"),
+    "empty": (changed(lambda data: b""), r"truncated.*; download"),
+    "a web page": (changed(lambda data: b"<!DOCTYPE html>" + data), "not a GGUF file"),
+    "a pointer": (changed(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:"), "git lfs pull"),
+    "version 1": (changed(lambda data: data[:4] + b"\x01" + data[5:]), "version 1"),
+    **{f"the other byte order, {magic!r}": (
+        changed(lambda data, magic=magic: magic + bytes((0, 0, 0, 3)) + data[8:]),
+        r"is of the other byte order \(big-endian\).*gguf-convert-endian") for magic in (b"GGUF", b"FUGG")},
+    "an adapter": (changed(bytes, {"general.type": "adapter"}), "is of the type 'adapter', not a model"),
+    "an architecture of tomorrow": (changed(lambda data: data.replace(b"qwen3moe", b"qwen3nxt")), r"m\.gguf.*qwen3nxt"),
+    "no GGUF file": (plain("model.safetensors", b"{}"), r"model.safetensors' is a file, and no GGUF file"),
+    "a projector alone": (plain("mmproj-F16.gguf", b"GGUF"), "has no weights"),
+    "dense": (dense(), _IS_DENSE), "dense, its folder": (dense(as_folder=True), _IS_DENSE),
+    "dense, a configuration": (dense(beside=True), _IS_DENSE),
+    "dense, both": (dense(beside=True, as_folder=True), _IS_DENSE),
+    "dense, unknown": (unknown_dense, "dense model"),
+    "a part is missing": (parts(lambda files: (files[1].unlink(), files[0])[1]), r"lacks m-00002-of-00003\.gguf"),
+    "a part twice": (parts(lambda files: (files[1].write_bytes(files[2].read_bytes()), files[0])[1]),
+                     r"has tensor|split\.no"),
+    "a part under another name": (parts(lambda files: files[0].rename(files[0].with_name("model.gguf"))),
+                                  "a part of 3, which its name does not say"),
+    **{kind: (of_type(tensor, number), rf"m\.gguf: .*tensor '{tensor}' has the type {kind}.*; .*use a")
+       for tensor, number, kind in (
+           (EXPERTS, 10, "Q2_K, which is not supported for experts"),
+           (EXPERTS, 16, "IQ2_XXS, which is not supported for experts"),
+           (EXPERTS, 23, "IQ4_XS, which is not supported for experts"),
+           (EXPERTS, 144, "number 144, which today's llama.cpp does not have"),
+           (DENSE, 250, "number 250, which today's llama.cpp does not have"),
+           (DENSE, 15, "Q8_K, which is not supported"))},
+    **{f"no UTF-8: {key}": (no_utf8(text), f"a string of the key '{key}' is not UTF-8") for key, text in (
+        ("general.architecture", "qwen3moe"), ("tokenizer.ggml.tokens", "eleven"),
+        ("tokenizer.chat_template", "tenfold"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_files_that_are_no_model(kind: str, tmp_path: Path) -> None:
+    make, said = FILES[kind]
+    file = make(tmp_path)
+
+    def read() -> None:
+        folder = locate(str(file))
+        check_model_dir(folder) if file.suffix == ".safetensors" else open_checkpoint(folder)
+
+    with pytest.raises(CheckpointError, match=said) as raised:
+        read()
+    supported = not any(word in kind for word in ("dense", "architecture of", "which"))
+    assert isinstance(raised.value, UnsupportedModelError) != supported
+    assert ("download" in raised.value.remedy) == ("truncated" in said or "weights" in said)
+    if file.is_dir() and "dense" in kind:
+        (file / "config.json").write_text("{}")
+        with pytest.raises(UnsupportedModelError, match="dense"):
+            open_checkpoint(file)
 
 
 def test_messages_show_the_users_file(tmp_path: Path) -> None:
@@ -404,54 +456,6 @@ def test_parts_are_known_without_the_suffix(suffix: str, tmp_path: Path) -> None
         locate(str(named[0]))
 
 
-def test_a_file_beside_that_is_no_language_model(tmp_path: Path) -> None:
-    """A folder with a projector alone has no model, and says so."""
-    (tmp_path / "mmproj-F16.gguf").write_bytes(b"GGUF")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="has no weights"):
-        open_checkpoint(locate(str(tmp_path)))
-
-
-def test_a_file_that_is_no_gguf_file_says_so(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"model.safetensors' is a file, and no GGUF file"):
-        check_model_dir(locate(str(tmp_path / "model.safetensors")))
-
-
-def _with_type(file: Path, tensor: str, kind: int) -> None:
-    """Write another number of a type into a tensor's entry of the header."""
-    data = bytearray(file.read_bytes())
-    at = data.index(len(tensor).to_bytes(8, "little") + tensor.encode()) + 8 + len(tensor)
-    at += 4 + 8 * int.from_bytes(data[at : at + 4], "little")
-    data[at : at + 4] = kind.to_bytes(4, "little")
-    file.write_bytes(data)
-
-
-EXPERTS, DENSE = "blk.0.ffn_down_exps.weight", "blk.0.attn_q.weight"
-
-
-@pytest.mark.parametrize(
-    ("tensor", "kind", "named"),
-    [
-        (EXPERTS, 10, "the type Q2_K, which is not supported for experts"),
-        (EXPERTS, 16, "the type IQ2_XXS, which is not supported for experts"),
-        (EXPERTS, 23, "the type IQ4_XS, which is not supported for experts"),
-        (EXPERTS, 144, "the type number 144, which today's llama.cpp does not have"),
-        (DENSE, 250, "the type number 250, which today's llama.cpp does not have"),
-        (DENSE, 15, "the type Q8_K, which is not supported"),
-    ],
-)
-def test_a_type_that_is_not_supported_is_named(tensor: str, kind: int, named: str, tmp_path: Path) -> None:
-    """Not called a malformed file; before anything is made."""
-    base = model(tmp_path / "base.gguf", "qwen3moe")
-    wide = {name: np.zeros((*array.shape[:-1], 256)) for name, array in tensors_of(base).items() if name == tensor}
-    file = rewrite(base, tmp_path / "own" / "m.gguf", tensors=wide)[0]  # whole blocks of any type
-    _with_type(file, tensor, kind)
-    with pytest.raises(UnsupportedModelError, match=rf"m\.gguf: .*tensor '{tensor}' has {named}") as refused:
-        locate(str(file))
-    assert "use a" in refused.value.remedy
-
-
 def test_bytes_that_are_no_utf8_count_where_they_are_read(tmp_path: Path) -> None:
     """A name in another encoding made the file malformed."""
     name, odd = "a name of twelve", "an odd \xe9 name: 1".encode("latin-1")
@@ -463,32 +467,9 @@ def test_bytes_that_are_no_utf8_count_where_they_are_read(tmp_path: Path) -> Non
     assert (locate(str(file)) / "config.json").is_file()
 
 
-@pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.tokens", "tokenizer.chat_template"])
-def test_bytes_that_are_no_utf8_are_refused_where_they_matter(key: str, tmp_path: Path) -> None:
-    vocabulary = {"tokenizer.ggml.tokens": "eleven", "tokenizer.chat_template": "tenfold"}
-    texts = {"general.architecture": "qwen3moe", **vocabulary}
-    tokens = [*map(str, range(63)), "eleven"]
-    keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens, "tokenizer.chat_template": "tenfold"}
-    file = rewrite(model(tmp_path / "base.gguf", "qwen3moe"), tmp_path / "m.gguf", keys)[0]
-    data, text = file.read_bytes(), texts[key].encode()
-    at = data.index(len(text).to_bytes(8, "little") + text) + 8
-    file.write_bytes(data[: at + 1] + b"\xff" + data[at + 2 :])
-    with pytest.raises(CheckpointError, match=f"a string of the key '{key}' is not UTF-8"):
-        locate(str(file))
-
-
 def test_a_vocabulary_that_is_no_utf8_gives_way_to_a_tokenizer_beside(tmp_path: Path) -> None:
     keys = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": [*map(str, range(63)), "eleven"]}
     file = rewrite(model(tmp_path / "base.gguf", "qwen3moe"), tmp_path / "m.gguf", keys)[0]
     file.write_bytes(file.read_bytes().replace(b"eleven", b"el\xffven"))
     (tmp_path / "tokenizer.json").write_text('{"own": true}')
     assert json.loads((locate(str(file)) / "tokenizer.json").read_text()) == {"own": True}
-
-
-@pytest.mark.parametrize("magic", [b"GGUF", b"FUGG"])
-def test_the_other_byte_order_is_called_so(magic: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "m"
-    file.write_bytes(magic + bytes((0, 0, 0, 3)) + bytes(64))
-    with pytest.raises(CheckpointError, match=r"is of the other byte order \(big-endian\)") as refused:
-        locate(str(file))
-    assert "gguf-convert-endian" in refused.value.remedy

@@ -184,39 +184,6 @@ def test_a_text_that_leaves_its_grammar_is_an_error_of_its_request() -> None:
     assert grammars.matcher(grammar_of(guided_choice=["a"])).error is None
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"response_format": {"type": "json_object"}}, {"response_format": {"type": "text"}}, {"guided_json": {}},
-        {"guided_json": '{"type": "integer"}'}, {"structured_outputs": {"choice": ["a"]}},
-        {"structured_outputs": {"json": SCHEMA}}, {"structured_outputs": {"json_object": True}}, {"json_schema": {}},
-        {"guided_grammar": 'root ::= "a"'},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_every_way_to_give_one(body: dict[str, Any]) -> None:
-    backend = FakeBackend()
-    assert post("/v1/completions", {"prompt": "p"} | body, backend).status_code == 200
-    assert (backend.requests[0].sampling.grammar is None) == ("text" in str(body))
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"guided_json": {"type": "foo"}}, "guided_json"), ({"guided_json": "{"}, "guided_json"),
-        ({"guided_regex": "(("}, "guided_regex"), ({"guided_grammar": "root ::= ((("}, "guided_grammar"),
-        ({"guided_choice": []}, "guided_choice"), ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"), ({"guided_regex": "a" * 300_000}, "guided_regex"),
-        ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
-    ],
-    ids=lambda value: str(value)[:40],
-)  # fmt: skip
-def test_refused_with_the_parameters_name(body: dict[str, Any], param: str) -> None:
-    assert error(post("/v1/completions", {"prompt": "p"} | body))[:2] == (400, param)
-
-
 def _chain(rules: int, form: str) -> str:
     lines = "".join(form.format(f"r{i}", f"r{i + 1}") for i in range(rules))
     return form.format("root" if "::=" in form else "start", "r0") + lines + form.format(f"r{rules}", '"a"')

@@ -169,10 +169,6 @@ def test_an_interrupted_download_keeps_finished_files(
 
 def test_offline_says_the_command(server: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server.add(NAME, checkpoint)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match=r"HF_HUB_OFFLINE is set; .*`hf download org/tiny --revision v1`"):
-        hub.locate(f"{NAME}@v1")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     folder = hub.locate(f"{NAME}@v1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.locate(f"{NAME}@v1") == folder
@@ -181,28 +177,43 @@ def test_offline_says_the_command(server: HubServer, checkpoint: Path, monkeypat
     assert server.fetched() <= {path.name for path in checkpoint.iterdir()} - {"model.safetensors"}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("org/none", "there is no model 'org/none' at http"),
-        (f"{NAME}@none", "has no revision 'none'"),
-        ("org/gated", "is gated, and this account has no access; accept its terms at http.*hf auth login"),
-    ],
-)
-def test_refusals_of_the_hub(server: HubServer, checkpoint: Path, name: str, message: str) -> None:
+OFFLINE, DOWN, UNREACHABLE = "offline", "down", "unreachable"
+# name, state of the hub, what is said
+REFUSED: list[tuple[str, str, str]] = [
+    ("org/none", "", "there is no model 'org/none' at http"),
+    (f"{NAME}@none", "", "has no revision 'none'"),
+    ("org/gated", "", "is gated, and this account has no access; accept its terms at http.*hf auth login"),
+    (NAME, DOWN, r"the download of 'org/tiny' failed .*503.*the same command resumes"),
+    (NAME, UNREACHABLE, "on a machine with a network run `hf download org/tiny`"),
+    (f"{NAME}@v1", OFFLINE, r"HF_HUB_OFFLINE is set; .*`hf download org/tiny --revision v1`"),
+    # GGUF files
+    ("org/tiny-GGUF:Q5_K_M", "", "no GGUF file of the name or type 'Q5_K_M'.*; .*tiny-Q8_0.gguf"),
+    ("org/tiny-GGUF:0", "", "no GGUF file.*; .*tiny-Q4_0.gguf"),
+    ("org/tiny-GGUF", "", "has GGUF files and no config.json.*; .*org/tiny-GGUF:"),
+    ("org/two:Q8_0", "", "several models.*; .*a-Q8_0.gguf, b-Q8_0.gguf"),
+    ("org/half:BF16", "", "lacks m-BF16-00002-of-00002.gguf.*; .*another file"),
+    ("org/none:BF16", "", "there is no model.*; .*check its name"),
+    ("org/tiny-GGUF:Q8_0", OFFLINE, r"HF_HUB_OFFLINE.*; .*hf download org/tiny-GGUF --include '\*Q8_0\*'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "state", "message"), REFUSED, ids=[f"{name} {state}" for name, state, _ in REFUSED])
+def test_refusals_of_the_hub(
+    server: HubServer, checkpoint: Path, gguf: bytes, name: str, state: str, message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     server.add(NAME, checkpoint)
     server.add("org/gated", checkpoint).gated = True
+    _ggufs(server, gguf)
+    server.repositories["org/two"] = Served({"a-Q8_0.gguf": gguf, "b-Q8_0.gguf": gguf})
+    server.repositories["org/half"] = Served({"m-BF16-00001-of-00002.gguf": gguf})
+    server.down = state == DOWN
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", state == OFFLINE)
+    if state == UNREACHABLE:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
     with pytest.raises(CheckpointError, match=message):
         hub.locate(name)
-
-
-def test_a_hub_that_does_not_answer(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.down = True
-    with pytest.raises(CheckpointError, match=r"the download of 'org/tiny' failed .*503.*the same command resumes"):
-        hub.locate(NAME)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
-    with pytest.raises(CheckpointError, match="on a machine with a network run `hf download org/tiny`"):
-        hub.locate(NAME)
+    assert not any(file.endswith((".gguf", ".safetensors")) for file in server.fetched())
 
 
 def test_a_renamed_repository_is_followed(server: HubServer, checkpoint: Path) -> None:
@@ -424,31 +435,3 @@ def test_all_parts_of_a_gguf_file_are_fetched(server: HubServer, gguf: bytes) ->
     parts = {f"BF16/tiny-BF16-0000{i}-of-00002.gguf" for i in (1, 2)}
     assert server.fetched() == parts
     assert {path.name for path in found.parent.iterdir()} == {Path(part).name for part in parts}
-
-
-@pytest.mark.parametrize(
-    ("name", "what", "remedy"),
-    [
-        ("org/tiny-GGUF:Q5_K_M", "no GGUF file of the name or type 'Q5_K_M'", "tiny-Q8_0.gguf"),
-        ("org/tiny-GGUF:0", "no GGUF file", "tiny-Q4_0.gguf"),
-        ("org/tiny-GGUF", "has GGUF files and no config.json", "org/tiny-GGUF:"),
-        ("org/two:Q8_0", "several models", "a-Q8_0.gguf, b-Q8_0.gguf"),
-        ("org/half:BF16", "lacks m-BF16-00002-of-00002.gguf", "another file"),
-        ("org/none:BF16", "there is no model", "check its name"),
-    ],
-)
-def test_gguf_files_that_are_not_there(server: HubServer, gguf: bytes, name: str, what: str, remedy: str) -> None:
-    _ggufs(server, gguf)
-    server.repositories["org/two"] = Served({"a-Q8_0.gguf": gguf, "b-Q8_0.gguf": gguf})
-    server.repositories["org/half"] = Served({"m-BF16-00001-of-00002.gguf": gguf})
-    with pytest.raises(CheckpointError, match=what) as refused:
-        hub.locate(name)
-    assert remedy in refused.value.remedy
-    assert not any(file.endswith(".gguf") for file in server.fetched())
-
-
-def test_a_gguf_file_offline(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE") as refused:
-        hub.locate("org/tiny-GGUF:Q8_0")
-    assert "hf download org/tiny-GGUF --include '*Q8_0*'" in refused.value.remedy

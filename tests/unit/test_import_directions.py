@@ -10,6 +10,7 @@ import ast
 import functools
 import gc
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -186,6 +187,12 @@ def test_actors_do_not_know_ray() -> None:
     assert users == {"actors.store.remote"}
 
 
+def test_one_file_reads_what_ray_does_not_promise() -> None:
+    """A new version of Ray may change all of it."""
+    users = {line.split()[0] for line in _offenders((*_PARTS, *_LOWEST), ("ray._private",))}
+    assert users == {"cluster.ray_internals"}
+
+
 def test_only_four_files_start_place_and_end() -> None:
     """Ray's start and end; our actors' placement, life and death; what an attached driver may do to those of others;
     and an experiment's cells on nodes."""
@@ -204,6 +211,17 @@ def test_the_driver_needs_no_torch() -> None:
     """What `tiermoe run` imports before it deploys: a torch import would cost every run seconds."""
     light = ("cluster.cli", "cluster.config", "cluster.deploy", "cluster.prompt", "cluster.jobs.run", "cluster.report")
     assert _offenders(light, ("torch", "transformers")) == []
+
+
+def test_what_starts_often_imports_nothing_heavy() -> None:
+    """An NDP worker, a store, a channel, and a command that refuses its options: in milliseconds, whatever is lazy."""
+    code = (
+        "import sys, tiermoe.kernels.packed_ffn, tiermoe.actors.store.files, tiermoe.proto.peers, tiermoe.proto.server;"
+        "tiermoe.kernels.packed_ffn.Threads(2); heavy = {'ray', 'torch', 'transformers', 'grpc'};"
+        "assert not heavy & sys.modules.keys();"
+        "import tiermoe.cluster.jobs.prepare.prepare_command; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_shard_needs_no_transformers() -> None:
@@ -238,7 +256,7 @@ def test_what_is_imported_is_installed() -> None:
 
 
 # the date that an answer bears; when a certificate expires
-_DATED = {"cluster/api/answers.py", "cluster/api/responses.py", "cluster/api/service.py", "proto/tls.py"}
+_DATED = {"cluster/api/answers.py", "cluster/api/responses.py", "cluster/api/routes.py", "proto/tls.py"}
 
 
 def test_durations_and_deadlines_use_the_monotonic_clock() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -14,7 +13,6 @@ from fake_api import FakeBackend, ask, error, serving
 
 from tiermoe.cluster.api.admission import Admission
 from tiermoe.cluster.api.keys import ANYONE, Key, KeyRing, read_keys
-from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.jobs.watched import FileWatch
 from tiermoe.errors import ConfigError
 
@@ -356,47 +354,3 @@ def test_who_leaves_the_queue_keeps_no_slot(served: bool) -> None:
         assert admission._shares["a"].waiting_tokens == 0
 
     asyncio.run(call())
-
-
-def test_the_servers_limit_is_for_all_keys() -> None:
-    admission = Admission(1, 2)
-    admission.admit(Key("a"), [1, 1])
-    with pytest.raises(ApiError, match="2 requests wait already"):
-        admission.admit(Key("b"), [1, 1])
-    admission.admit(Key("b"), [1])
-
-
-def test_slow_bodies_end_and_bodies_together_are_bounded() -> None:
-    from tiermoe.cluster.api.settings import LimitSettings
-
-    def run(limits: LimitSettings, call: Callable[[httpx.AsyncClient], Awaitable[Any]]) -> Any:
-        return ask(FakeBackend(), call, limits=limits)
-
-    async def slow(http: httpx.AsyncClient) -> httpx.Response:
-        async def never() -> Any:
-            yield b'{"prompt": '
-            await asyncio.Event().wait()
-
-        return await http.post("/v1/completions", content=never(), headers={"Content-Type": "application/json"})
-
-    response = run(LimitSettings(body_s=0.05), slow)
-    assert error(response)[::2] == (408, "the body did not arrive within 0.05 s; send it again")
-
-    async def held(http: httpx.AsyncClient) -> list[int]:
-        begun, over = asyncio.Event(), asyncio.Event()
-
-        async def half() -> Any:
-            yield b" " * 900
-            begun.set()
-            await over.wait()
-            yield b'{"prompt": "p"}'
-
-        headers = {"Content-Type": "application/json"}
-        task = asyncio.create_task(http.post("/v1/completions", content=half(), headers=headers))
-        await begun.wait()
-        other = await http.post("/v1/completions", content=b'{"prompt": "p"}' + b" " * 200, headers=headers)
-        over.set()
-        again = await http.post("/v1/completions", json={"prompt": "p"})
-        return [other.status_code, (await task).status_code, again.status_code]
-
-    assert run(LimitSettings(held_bytes=1024), held) == [429, 200, 200]

@@ -1,4 +1,4 @@
-"""Log-probabilities where experts run near data, beside those where all run in slots: the bounds of docs/auto.md.
+"""Log-probabilities where experts run near data, beside those where all run in slots: the bounds of docs/auto-notes.md.
 
 In bfloat16 the slots' kernel is a GPU's in what it rounds: hidden states, activations between the projections and
 results are bfloat16, products are summed in float32. It rounds what enters the activation besides, which Triton's does

@@ -31,7 +31,7 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.simulate.executor import SimulatedEngine, engine_of, eviction_of
+from tiermoe.cluster.simulate.executor import PLAIN, Policies, SimulatedEngine, eviction_of, policies_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
@@ -215,7 +215,8 @@ class TestWriteback:
         header, step = traces.header(), Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
         busy = []
         for writeback in (False, True):
-            engine = SimulatedEngine(header, step, Budget(share=0.3), Lru(), check=True, writeback=writeback)
+            settings = PLAIN.model_copy(update={"evict_writeback": writeback})
+            engine = SimulatedEngine(header, step, Budget(share=0.3), Policies(Lru(), settings=settings), check=True)
             engine.cache.preload(range(engine.stats.slots))
             forward(engine.cache, 1, 2, 3)
             total = engine.live_stats().total()
@@ -227,7 +228,8 @@ class TestWriteback:
 def replayed(trace: Trace, preset: str, budget: float = 0.4) -> tuple[EngineStats, float]:
     chosen, header = load_policy(preset), trace.header
     step = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
-    engine = engine_of(chosen, header, step, Budget(share=budget), eviction_of(chosen, header), None)
+    policies = policies_of(chosen, header, step, eviction_of(chosen, header), None)
+    engine = SimulatedEngine(header, step, Budget(share=budget), policies)
     tpot_s = serve(engine, trace.requests()).tpot_s
     return engine.live_stats(), tpot_s
 

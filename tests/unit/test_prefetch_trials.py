@@ -13,7 +13,7 @@ from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchPolicy, R
 from tiermoe.actors.policies.prefetch_trials import DecodeForward, PrefetchTrials
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.report.status_tables import _prefetch_rows
-from tiermoe.cluster.simulate.executor import SimulatedEngine, engine_of, eviction_of
+from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, eviction_of, policies_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
@@ -95,7 +95,8 @@ def test_a_simulated_engine_decides(tmp_path: Path, policy: PrefetchPolicy, gbps
     traces.write(tmp_path / "t", traces.header(experts=16), [[1, 2]], decodes=150)
     trace, tested = Trace(tmp_path / "t"), PrefetchTrials(first=32)
     machine = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps, load_s=1e-5)
-    engine = SimulatedEngine(trace.header, machine, Budget(nbytes=36_000), Lru(), policy, trials=tested, check=True)
+    policies = Policies(Lru(), policy, trials=tested)
+    engine = SimulatedEngine(trace.header, machine, Budget(nbytes=36_000), policies, check=True)
     serve(engine, trace.requests())
     assert engine.stats.prefetch_trials is tested.result
     assert tested.result.trials == 1
@@ -113,7 +114,8 @@ def test_presets_of_the_user_adapt(tmp_path: Path, preset: str, adapts: bool) ->
         header = Trace(tmp_path / "t").header
         machine = Machine(name="tiny", **traces.COSTS.model_dump())
         policy = NextGatePrefetch(3, 6, 2)
-        engine = engine_of(settings, header, machine, Budget(share=0.5), eviction_of(settings, header), policy)
+        policies = policies_of(settings, header, machine, eviction_of(settings, header), policy)
+        engine = SimulatedEngine(header, machine, Budget(share=0.5), policies)
         assert (engine.stats.prefetch_trials is not None) is adapts
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_models import save_byte_tokenizer
 from tokenizers import Tokenizer
 
@@ -27,15 +25,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
     save_byte_tokenizer(directory)
     return load_tokenizer(directory)
-
-
-@given(text=st.text(max_size=30), cut=st.integers(0, 5))
-def test_pieces_add_up_even_where_a_character_is_cut(tokenizer: Tokenizer, text: str, cut: int) -> None:
-    ids = tokenizer.encode(text).ids
-    ids = ids[: len(ids) - cut]
-    stream = IncrementalText(tokenizer)
-    pieces = [stream.add([token]) for token in ids] + [stream.finish()]
-    assert "".join(pieces) == tokenizer.decode(ids)
 
 
 def test_characters_come_whole_and_prompts_without_any_are_refused(tokenizer: Tokenizer) -> None:

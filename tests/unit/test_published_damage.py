@@ -24,7 +24,7 @@ from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
 from tiermoe.cluster.checkpoints.gguf_header import read_gguf_header
 from tiermoe.cluster.jobs.prepare import convert, prepare
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
-from tiermoe.errors import StoreError, TierMoeError, UnsupportedModelError
+from tiermoe.errors import StoreError, TierMoeError
 
 torch.set_num_threads(1)
 EACH = 26  # mutations of a form
@@ -178,14 +178,6 @@ def poison_gguf(path: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "aqlm", "hqq", "quark", "exl2", None, 3])
-def test_an_unsupported_quantization_is_refused_from_the_configuration(method: object, tmp_path: Path) -> None:
-    """No weight is there: the refusal comes before any is looked for."""
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
-    with pytest.raises(UnsupportedModelError, match="not supported"):
-        open_checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("change", ["touch", "grow", "remove", "replace"])
 def test_a_store_notices_that_the_mapped_checkpoint_changed(change: str, tmp_path: Path) -> None:
     published, _ = write(next(r for r in RELEASES if r.name == "openai/gpt-oss-20b"), tmp_path)
@@ -206,25 +198,3 @@ def test_a_store_notices_that_the_mapped_checkpoint_changed(change: str, tmp_pat
         os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     with pytest.raises(StoreError, match=r"model\.safetensors"):
         ExpertStore(store, "stamp")
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [("openai/gpt-oss-20b", "layer-000.json"), ("casperhansen/mixtral-instruct-awq", "layer-000.safetensors")],
-)
-def test_an_interrupted_preparation_resumes(
-    name: str, layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    published, _ = write(next(release for release in RELEASES if release.name == name), tmp_path)
-
-    def stop(*_args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(convert, "_write_dense", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(published, tmp_path / "store", progress=False)
-    first = (tmp_path / "store.partial" / layer).stat()
-    store = prepare(published, tmp_path / "store", progress=False)
-    assert (store / layer).stat().st_ino == first.st_ino
-    ExpertStore(store)

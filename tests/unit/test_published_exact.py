@@ -22,7 +22,9 @@ from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import CheckpointError, FormError, StoreError, TierMoeError, UnsupportedModelError
 
 torch.set_num_threads(1)
+Shape = Callable[[int, int], tuple[int, ...]]
 SMALL = {"vocab_size": 64, "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2, "num_hidden_layers": 2}
+NAME = "model.layers.0.mlp.experts.0.up_proj"
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 
 
@@ -47,7 +49,7 @@ def assert_exact(published: Path, oracle: Path, folder: Path) -> ExpertStore:
 
 
 def fp8(
-    name: str, shape: Callable[[int, int], tuple[int, ...]], dtype: torch.dtype = torch.float32,
+    name: str, shape: Shape, dtype: torch.dtype = torch.float32,
     block: tuple[int, int] | None = None, more: Tensors | None = None,
 ) -> Quantize:  # fmt: skip
     """FP8 whose scales have this name, shape by outputs and inputs, and type; by torch alone."""
@@ -71,40 +73,13 @@ def fp8(
     return quantize
 
 
-def scalar(o: int, i: int) -> tuple[int, ...]:
-    return ()
-
-
-def one(o: int, i: int) -> tuple[int, ...]:
-    return (1,)
-
-
-def one_by_one(o: int, i: int) -> tuple[int, ...]:
-    return (1, 1)
-
-
-def two(o: int, i: int) -> tuple[int, ...]:
-    return (2, 1)
-
-
-def row(o: int, i: int) -> tuple[int, ...]:
-    return (o,)
-
-
-def column(o: int, i: int) -> tuple[int, ...]:
-    return (o, 1)
-
-
-def grid(o: int, i: int) -> tuple[int, ...]:
-    return o // 128, i // 128
-
-
-def grid_4d(o: int, i: int) -> tuple[int, ...]:
-    return o // 128, 1, i // 128, 1
-
-
-def groups_of_32(o: int, i: int) -> tuple[int, ...]:
-    return o, i // 32
+# shapes of scales, by outputs and inputs
+scalar: Shape = lambda o, i: ()  # noqa: E731
+one: Shape = lambda o, i: (1,)  # noqa: E731
+one_by_one: Shape = lambda o, i: (1, 1)  # noqa: E731
+row: Shape = lambda o, i: (o,)  # noqa: E731
+column: Shape = lambda o, i: (o, 1)  # noqa: E731
+grid: Shape = lambda o, i: (o // 128, i // 128)  # noqa: E731
 
 
 def ct(strategy: str, **more: Any) -> dict[str, Any]:
@@ -132,7 +107,7 @@ FP8: list[tuple[str, Quantize, dict[str, Any], str]] = [
     ("blocks by default", fp8(".weight_scale_inv", grid, block=(128, 128)), {"quant_method": "fp8"}, "fp8_block"),
     ("blocks, weight_scale", fp8(".weight_scale", grid, block=(128, 128)), FP8_CONFIG, "fp8_block"),
     ("blocks, scale", fp8(".scale", grid, block=(128, 128)), FP8_CONFIG, "fp8_block"),
-    ("mxfp8", fp8(".weight_scale_inv", groups_of_32, torch.uint8, (1, 32)),
+    ("mxfp8", fp8(".weight_scale_inv", lambda o, i: (o, i // 32), torch.uint8, (1, 32)),
      {"quant_method": "mxfp8", "weight_block_size": [1, 32]}, "fp8_block"),
     ("fbgemm", fp8(".weight_scale", column, more={".input_scale_ub": torch.tensor([1200.0])}),
      {"quant_method": "fbgemm_fp8"}, "fp8_channel"),
@@ -145,15 +120,17 @@ FP8: list[tuple[str, Quantize, dict[str, Any], str]] = [
     ("compressed-tensors, 128x128", fp8(".weight_scale", grid, bf16, (128, 128)),
      ct("block", block_structure="128x128", actorder=False), "fp8_block"),
     ("modelopt", fp8(".weight_scale", scalar, more={".input_scale": torch.tensor(0.5)}), MODELOPT_FP8, "fp8_tensor"),
+    ("Mixtral-8x7B-Instruct-v0.1-FP8", fp8(".weight_scale", scalar, more=INPUT), STATIC, "fp8_tensor"),
     ("AutoFP8's older names", fp8(".weight_scale", one, more={".act_scale": torch.ones(1)}), STATIC, "fp8_tensor"),
-    ("modelopt, blocks", fp8(".weight_scale", grid_4d, block=(128, 128)),
+    ("modelopt, blocks", fp8(".weight_scale", lambda o, i: (o // 128, 1, i // 128, 1), block=(128, 128)),
      {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "fp8_block"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "quantize", "config", "kind"), FP8, ids=[case[0] for case in FP8])
 def test_fp8(name: str, quantize: Quantize, config: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    published, oracle = write(small(Release(name, "qwen3_moe", quantize, config)), tmp_path)
+    model_type = "mixtral" if name.startswith("Mixtral") else "qwen3_moe"
+    published, oracle = write(small(Release(name, model_type, quantize, config)), tmp_path)
     store = assert_exact(published, oracle, tmp_path)
     assert store.manifest.published.label() == kind
     if kind == "fp8_tensor":
@@ -182,7 +159,7 @@ def test_stacked_fp8(shape: Any, block: Any, config: dict[str, Any], kinds: set[
                 matrix = torch.cat([plain.pop(name) for name in names]).float()
                 halves = shape == "halves" and len(parts) == 2
                 whole = one_by_one if shape == "halves" else shape
-                each = fp8("", two, block=(256, 256)) if halves else fp8("", whole, block=block)
+                each = fp8("", lambda o, i: (2, 1), block=(256, 256)) if halves else fp8("", whole, block=block)
                 found, exact = each(matrix)
                 codes.append(found[".weight"])
                 scales.append(found[""])
@@ -196,6 +173,12 @@ def test_stacked_fp8(shape: Any, block: Any, config: dict[str, Any], kinds: set[
     forms = [store.manifest.published.of(layer).matrices for layer in range(2)]
     assert {matrix.kind for form in forms for matrix in form.values()} == kinds
     facts_of_checkpoint(published)
+
+
+def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -212,13 +195,6 @@ def test_experts_may_stay_plain(tmp_path: Path) -> None:
     assert facts_of_checkpoint(published).form is None
     for ours, expected in zip(*(store.layers for store in stores), strict=True):
         np.testing.assert_array_equal(ours.down.astype(np.uint32) << 16, expected.down.view(np.uint32))
-
-
-def test_fp8_names_of_mixtral(tmp_path: Path) -> None:
-    """neuralmagic/Mixtral-8x7B-Instruct-v0.1-FP8."""
-    quantize = fp8(".weight_scale", scalar, more=INPUT)
-    published, oracle = write(small(Release("Mixtral-FP8", "mixtral", quantize, STATIC)), tmp_path)
-    assert_exact(published, oracle, tmp_path)
 
 
 # --- integers -----------------------------------------------------------------------------------------------
@@ -305,25 +281,23 @@ def test_autogptq_names_its_file_itself(named: str | None, tmp_path: Path) -> No
     assert_exact(published, oracle, tmp_path)
 
 
-def test_a_file_beside_plain_weights_changes_nothing(tmp_path: Path) -> None:
-    """Left over from where the plain weights were quantized: transformers does not read it."""
-    release = Release("plain", "qwen3_moe", None, None, files={"quantize_config.json": GPTQ})
-    published, oracle = write(small(release), tmp_path)
+KV_CACHE = ct("tensor") | {"config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+# beside plain experts: a file from where they were quantized, which transformers does not read; scales of activations
+PLAIN = {
+    "a file": (Release("plain", "qwen3_moe", None, None, files={"quantize_config.json": GPTQ}), ()),
+    "scales": (Release("kv", "qwen3_moe", None, KV_CACHE),
+               (f"{NAME}.input_scale", "model.layers.0.self_attn.k_proj.k_scale")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_what_lies_beside_plain_weights_changes_nothing(case: str, tmp_path: Path) -> None:
+    release, more = PLAIN[case]
+    published, _ = write(small(release), tmp_path)
+    edit(published, lambda tensors: tensors.update({name: torch.ones(1) for name in more}))
     store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
     assert store.manifest.published is None
     assert facts_of_checkpoint(published).form is None
-    assert oracle.is_dir()
-
-
-def test_scales_of_activations_beside_plain_experts_are_ignored(tmp_path: Path) -> None:
-    """Of a checkpoint whose KV cache or activations alone are quantized."""
-    config = ct("tensor") | {"config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
-    published, oracle = write(small(Release("kv", "qwen3_moe", None, config)), tmp_path)
-    edit(published, lambda tensors: tensors.update({f"{NAME}.input_scale": torch.ones(1)}))
-    edit(published, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(1)}))
-    store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
-    assert store.manifest.published is None
-    assert oracle.is_dir()
 
 
 def test_a_changed_file_beside_makes_another_store(tmp_path: Path) -> None:
@@ -337,12 +311,6 @@ def test_a_changed_file_beside_makes_another_store(tmp_path: Path) -> None:
 
 
 # --- what the model does not use ----------------------------------------------------------------------------
-
-
-def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def unused(layer: str, drop_scales: bool = True, dtype: torch.dtype | None = None) -> Callable[[Tensors], None]:
@@ -401,8 +369,6 @@ def test_the_sizes_of_plain_experts_leave_unused_layers_out(tmp_path: Path) -> N
 
 
 # --- what would change the computation ----------------------------------------------------------------------
-
-NAME = "model.layers.0.mlp.experts.0.up_proj"
 
 
 def add(suffix: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,22 +12,17 @@ from tiermoe.cluster.jobs.prepare.capture import LayerInputs
 from tiermoe.cluster.jobs.prepare.quantize import (
     MIN_ROWS,
     Matrices,
-    _gram,
-    _tested,
     chunks,
-    expert_outputs,
     expert_rows,
     widths_of,
 )
 from tiermoe.kernels.pack import PackError
 from tiermoe.kernels.quantize import (
-    DAMPING,
     QuantizedBatch,
     _factor,
     _sweep,
     _upper_product,
     damped,
-    damping_for,
     fit_group,
     gptq,
     round_to_nearest,
@@ -120,13 +113,6 @@ def test_an_indefinite_hessian_is_damped_until_it_is_definite() -> None:
     weights, hessian = correlated(2, 8, 32)
     hessian[0] -= 0.05 * hessian[0].diagonal().mean() * torch.ones(32, 32)
     assert torch.isfinite(gptq(weights, hessian, 3, 32).dequantized()).all()
-
-
-def test_few_rows_are_damped_more() -> None:
-    few, even, many = damping_for(torch.tensor([1, 256, 1 << 20]), 256).tolist()
-    assert few == 2.0
-    assert even == 0.75
-    assert many == pytest.approx(DAMPING)
 
 
 @settings(max_examples=40, deadline=None)
@@ -228,22 +214,6 @@ def test_the_whole_layer_at_once_or_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     assert [bool(p.fallback[0]) for p in parts] == whole.fallback.tolist()
 
 
-def test_expert_outputs_of_the_stored_layout() -> None:
-    gate_up, down, _ = layer()
-    x = torch.randn(6, 40, generator=torch.Generator().manual_seed(3))
-    (out,) = expert_outputs(Matrices.of(gate_up[2:3], down[2:3]), [x], "relu")
-    expected = (torch.relu(x @ gate_up[2, :, 0].T) * (x @ gate_up[2, :, 1].T)) @ down[2]
-    assert torch.allclose(out, expected, atol=1e-5)
-
-
-def test_prepare_imports_no_torch_for_its_options() -> None:
-    """What is refused is refused in milliseconds."""
-    source = Path(__file__).parents[2] / "cluster" / "jobs" / "prepare"
-    for name in ("replicas.py", "calibration.py", "prepare_command.py"):
-        top = [line for line in (source / name).read_text().splitlines() if line.startswith(("import ", "from "))]
-        assert not any("torch" in line or "transformers" in line for line in top), name
-
-
 @pytest.mark.parametrize("bits", [1, 3, 8])
 def test_the_sweep_is_the_papers_recursion(bits: int) -> None:
     """In double precision, input after input, with the scales that the sweep fitted; a tie may fall the other way."""
@@ -263,15 +233,6 @@ def test_the_sweep_is_the_papers_recursion(bits: int) -> None:
     rest = weights[0].double().T - scales[index] * codes - offsets[index]
     slope = hessian[0].double() @ rest
     assert torch.allclose(_upper_product(factor, swept.errors)[0].double(), slope, atol=0.02 * float(slope.abs().max()))
-
-
-def test_losses_are_measured_on_some_rows_and_hessians_are_symmetric() -> None:
-    x = torch.randn(1030, 600, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(_tested(x), x[::4])
-    assert len(_tested(x[:300])) == 300
-    found = _gram(x)
-    assert torch.allclose(found, x.T @ x, atol=1e-2)
-    assert torch.equal(found, found.T)
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:

@@ -41,7 +41,7 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.actors.store.format import ExpertShape
-from tiermoe.cluster.simulate.executor import engine_of, eviction_of, replica_bytes
+from tiermoe.cluster.simulate.executor import SimulatedEngine, eviction_of, policies_of, replica_bytes
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
@@ -382,11 +382,10 @@ def test_simulated(prefetch: str, tmp_path: Path) -> None:
             name="x", lossless=False, on_miss=on_miss, prefetch={"kind": prefetch},  # type: ignore[arg-type]
             low_bit={"share": 0.3} if on_miss == "low-bit" else {},
         )  # fmt: skip
-        engine = engine_of(
-            policy, header, Machine(name="m", link_gbps=0.05, **traces.COSTS.model_dump()), Budget(share=0.4),
-            eviction_of(policy, header), policy.make_prefetch(PolicyContext(3, 16, 4)),
-        )  # fmt: skip
-        engine._check = True
+        machine = Machine(name="m", link_gbps=0.05, **traces.COSTS.model_dump())
+        prefetching = policy.make_prefetch(PolicyContext(3, 16, 4))
+        policies = policies_of(policy, header, machine, eviction_of(policy, header), prefetching)
+        engine = SimulatedEngine(header, machine, Budget(share=0.4), policies, check=True)
         served = serve(engine, trace.requests())
         stats = engine.live_stats()
         total = stats.total()

@@ -51,43 +51,29 @@ def test_slots_have_what_the_kv_cache_leaves() -> None:
         assert SHARES.slots(blocks) * 100 + blocks * 30 <= 3 * 100 + 20 * 30
 
 
-def test_requests_get_blocks_at_once_in_steps() -> None:
-    rule = SharingRule(SHARES)  # steps of two blocks
-    assert (rule.wanted(4, 0), rule.wanted(5, 0), rule.wanted(7, 0), rule.wanted(99, 0)) == (4, 6, 8, 20)
+# blocks that are there, then (demand, forward, blocks that the prefix cache holds) -> blocks that are to be there
+RULE: dict[str, tuple[int, list[tuple[int, int, int, int]]]] = {
+    "at once, in steps of two": (4, [(4, 0, 0, 4), (5, 0, 0, 6), (7, 0, 0, 8), (99, 0, 0, 20)]),
+    "back once idle for a while, to the greatest demand meanwhile": (
+        20, [(3, 10, 0, 20), (9, 12, 0, 20), (0, 10 + PATIENCE, 0, 10)]),
+    "a moment of demand begins the wait anew; less than two steps below": (
+        12, [(0, 0, 0, 12), (9, PATIENCE - 1, 0, 12), (0, PATIENCE, 0, 12), (0, 2 * PATIENCE, 0, 4)]),
+    "what the prefix cache holds stays": (20, [(0, 0, 9, 20), (0, PATIENCE, 9, 10)]),
+    "and longer": (10, [*((0, forward, 9, 10) for forward in (0, PATIENCE, 2 * PATIENCE, KEEP - 1)), (0, KEEP, 9, 4)]),
+}  # fmt: skip
 
 
-def test_blocks_go_back_once_idle_for_a_while() -> None:
+@pytest.mark.parametrize("case", RULE)
+def test_blocks_come_at_once_and_go_once_idle(case: str) -> None:
+    there, asked = RULE[case]
     rule = SharingRule(SHARES)
-    rule.settled(20)
-    assert rule.wanted(3, 10) == 20
-    assert rule.wanted(9, 12) == 20
-    assert not rule.is_due(9 + PATIENCE)
-    assert rule.is_due(10 + PATIENCE)
-    assert rule.wanted(0, 10 + PATIENCE) == 10  # the greatest demand meanwhile
-    rule.settled(10)
+    rule.settled(there)
+    for demand, forward, held, wanted in asked:
+        if forward != asked[0][1]:
+            assert rule.is_due(forward) == (wanted < there)
+        assert rule.wanted(demand, forward, held) == wanted
+    rule.settled(wanted)
     assert not rule.is_due(10_000)  # asked anew
-
-
-def test_a_moment_of_demand_begins_the_wait_anew() -> None:
-    rule = SharingRule(SHARES)
-    rule.settled(12)
-    assert rule.wanted(0, 0) == 12
-    assert rule.wanted(9, PATIENCE - 1) == 12  # less than two steps below
-    assert rule.wanted(0, PATIENCE) == 12
-    assert rule.wanted(0, 2 * PATIENCE) == 4
-
-
-def test_what_the_prefix_cache_holds_stays_longer() -> None:
-    rule = SharingRule(SHARES)
-    rule.settled(20)
-    assert rule.wanted(0, 0, held=9) == 20
-    assert rule.wanted(0, PATIENCE, held=9) == 10
-    rule.settled(10)
-    for forward in (PATIENCE, 2 * PATIENCE, PATIENCE + KEEP - 1):
-        assert rule.wanted(0, forward, held=9) == 10
-        assert not rule.is_due(forward)
-    assert rule.is_due(PATIENCE + KEEP)
-    assert rule.wanted(0, PATIENCE + KEEP, held=9) == 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20), st.integers(1, 200)), max_size=40))

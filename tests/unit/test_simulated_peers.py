@@ -14,7 +14,14 @@ from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.replay import Replay
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, engine_of, eviction_of, neurons_of
+from tiermoe.cluster.simulate.executor import (
+    Policies,
+    SimulatedEngine,
+    context_of,
+    eviction_of,
+    neurons_of,
+    policies_of,
+)
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.predictors import routing_profile
@@ -41,13 +48,20 @@ def machine(**changes: object) -> Machine:
     return Machine.model_validate(fields | changes)
 
 
+def engine_of(
+    settings: PolicySettings, header: TraceHeader, box: Machine, budget: float, counts: np.ndarray | None = None
+) -> SimulatedEngine:
+    policies = policies_of(settings, header, box, eviction_of(settings, header), None, popularity=counts)
+    return SimulatedEngine(header, box, Budget(share=budget), policies)
+
+
 def test_two_gpus_load_over_their_own_links() -> None:
     """Experts 0 and 1 of two GPUs: each loads one (1 s) and runs it (1 s); the message takes 0.25 s each way."""
     header = traces.header(layers=1, experts=4, top_k=2, slot_bytes=SLOT)
     settings = load_policy("on-demand")
     for gpus, want_s in ((1, 1 + 1 + 1), (2, 0.25 + 1 + 1 + 0.25)):  # one GPU: the second copy beside the first kernel
         box = machine(gpus=gpus, peer_us=0.25e6)
-        engine = engine_of(settings, header, box, HALF, eviction_of(settings, header), None)
+        engine = engine_of(settings, header, box, 0.5)
         engine.forward([("a", step(header, [0, 1]))])
         assert engine.clock.now_s == pytest.approx(want_s)
         stats = engine.live_stats().total()
@@ -74,7 +88,7 @@ def test_prefetch_goes_to_the_owner(tmp_path: Path) -> None:
 def test_a_replay_on_one_of_several_gpus_alone_is_refused() -> None:
     header, settings = traces.header(layers=1, slot_bytes=960), load_policy("hobbit")
     with pytest.raises(ConfigError, match="one GPU"):
-        engine_of(settings, header, machine(gpus=2), HALF, eviction_of(settings, header), None)
+        engine_of(settings, header, machine(gpus=2), 0.5)
 
 
 def ndp_s(header: TraceHeader, rows: list[int], bits: int, tokens: int) -> float:
@@ -95,7 +109,7 @@ def test_near_data_devices_work_beside_the_gpu(workers: int) -> None:
     counts = np.array([[9, 3, 2, 1]])
     for expert_s in (0.0, 1.0):  # the device is the slower side, then the GPU
         box = machine(ndp=DEVICE, ndp_workers=workers, expert_s=expert_s)
-        engine = engine_of(settings, header, box, QUARTER, eviction_of(settings, header), None, popularity=counts)
+        engine = engine_of(settings, header, box, 0.25, counts)
         begin_s = engine.clock.now_s  # after the preload
         engine.forward([("a", step(header, [0, 1, 2]))])
         total = engine.live_stats().total()
@@ -150,8 +164,8 @@ def test_one_gpu_is_as_without_peers(tmp_path: Path) -> None:
     header = traces.header(layers=3, experts=6, slot_bytes=SLOT)
     traces.write(tmp_path / "t", header, [[1, 2], [3]])
     trace, settings = Trace(tmp_path / "t"), load_policy("on-demand")
-    plain = SimulatedEngine(header, machine(), HALF, Lru())
-    made = engine_of(settings, header, machine(), HALF, eviction_of(settings, header), None)
+    plain = SimulatedEngine(header, machine(), Budget(share=0.5), Policies(Lru()))
+    made = engine_of(settings, header, machine(), 0.5)
     assert serve(plain, trace.requests()) == serve(made, trace.requests())
 
 

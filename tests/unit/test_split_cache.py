@@ -32,7 +32,7 @@ from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
-from tiermoe.cluster.simulate.executor import SimulatedEngine
+from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
 from tiermoe.errors import BudgetError, ConfigError
@@ -185,11 +185,10 @@ def test_a_cache_fetches_a_promised_expert_once() -> None:
 
 def simulated(trace: Trace, cut: SplitLayout, prefetch: bool, gbps: float | None) -> SimulatedEngine:
     header = trace.header
-    return SimulatedEngine(
-        header, Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps), Budget(share=1.0),
-        split_eviction(Lru, header.layers, header.experts),
-        NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None, check=True, split=cut,
-    )  # fmt: skip
+    gate = NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None
+    policies = Policies(split_eviction(Lru, header.layers, header.experts), gate, split=cut)
+    machine = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps)
+    return SimulatedEngine(header, machine, Budget(share=1.0), policies, check=True)
 
 
 def test_the_simulator_runs_a_cut(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_an_actor_that_is_gone_for_good_has_ended_and_the_lead_is_its_keepers(
         return {"Name": f"abcdef/{role}", "State": state, "NumRestarts": restarts, "Address": address, "Pid": 7}
 
     table = {key: entry(role, "ALIVE") for key, role in roles.items()}
-    monkeypatch.setattr(supervision.gcs, "actors", lambda: table)
+    monkeypatch.setattr(supervision, "actor_table", lambda: table)
     watch = supervision.RayWatch.__new__(supervision.RayWatch)  # without its thread
     watch._deployment, watch._here, watch._actors, watch._notify = "abcdef", "here", {}, said.append
     watch.look()

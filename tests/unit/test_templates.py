@@ -201,11 +201,6 @@ def test_text_comes_in_parts_where_a_template_wants_them() -> None:
 def test_a_template_that_does_not_compile_costs_chats_only(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = post("/v1/chat/completions", {"messages": [USER]}, template=source)
-    assert error(chat)[:2] == (400, "messages")
-    assert "does not compile" in chat.text
-    tooled = post("/v1/chat/completions", {"messages": [USER], "tools": TOOLS}, template=source)
-    assert "does not compile" in error(tooled)[2]
     assert post("/v1/completions", {"prompt": "hi"}, template=source).status_code == 200
     folder = checkpoint(tmp_path / "model", {"chat_template.jinja": source})
     _say_if_chats_fail(ApiSettings(tokenizer=str(folder)))
@@ -217,38 +212,6 @@ def test_one_of_two_that_does_not_compile() -> None:
     assert template.render([USER]) == "D"
     with pytest.raises(ApiError, match="does not compile"):
         template.render([USER], tools=TOOLS)
-
-
-def test_what_a_chat_gives_its_template() -> None:
-    source = (
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% for d in documents or [] %}[{{ d.text }}]{% endfor %}"
-        "{% if add_generation_prompt %}>{% endif %}{{ mood }}"
-    )
-    document = {"title": "t", "text": "x"}
-
-    def prompt(body: dict[str, Any]) -> str:
-        backend = FakeBackend()
-        assert post("/v1/chat/completions", body, backend, template=source).status_code == 200
-        return bytes(backend.requests[0].prompt_ids).decode()
-
-    ask = {"messages": [{"role": "user", "content": "hi"}]}
-    assert prompt(ask) == "hi>"
-    assert prompt(ask | {"documents": [document]}) == "hi[x]>"
-    assert prompt(ask | {"chat_template_kwargs": {"documents": [document], "mood": "!"}}) == "hi[x]>!"
-    assert prompt(ask | {"add_generation_prompt": False}) == "hi"
-    begun = ask["messages"] + [{"role": "assistant", "content": "So"}]
-    goes_on = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
-    assert prompt(goes_on) == "hiSo"
-    tokens = post("/tokenize", goes_on, template=source).json()["tokens"]
-    assert bytes(tokens) == b"hiSo"
-    for body, param in (
-        ({"messages": begun, "continue_final_message": True}, "continue_final_message"),
-        (ask | {"documents": [document], "chat_template_kwargs": {"documents": [document]}}, "documents"),
-        (ask | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-    ):
-        assert error(post("/v1/chat/completions", body, template=source))[:2] == (400, param)
-    no_documents = post("/v1/chat/completions", ask | {"documents": [document]})
-    assert error(no_documents)[:2] == (400, "documents")
 
 
 def test_variables_that_transformers_takes_itself_are_refused() -> None:

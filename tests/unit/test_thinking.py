@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_api import FakeBackend, error, events, post
+from fake_api import FakeBackend, events, post
 
 from tiermoe.cluster.api import tools
 from tiermoe.cluster.api.schema import ReasoningBody
@@ -88,35 +88,6 @@ def test_the_variables_of_a_template_are_those_that_it_reads(source: str, known:
     assert (template.variables, template.levels) == (frozenset(known), frozenset(levels))
 
 
-_TEMPLATE = "{{ messages[0].content }}{{ '+' if enable_thinking | default(true) else '-' }}"
-
-
-@pytest.mark.parametrize(
-    ("more", "shown", "warned"),
-    [
-        ({}, "hi+", None), ({"reasoning_effort": "none"}, "hi-", None), ({"enable_thinking": False}, "hi-", None),
-        ({"think": False, "store": True}, "hi-", "store"),
-        ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "hi-", "thinking.budget_tokens"),
-        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "hi+", None),
-    ],
-)  # fmt: skip
-def test_chats_tokenize_and_responses_have_the_same_prompt(more: Any, shown: str, warned: str | None) -> None:
-    """They were refused: clients send them unasked."""
-    backend = FakeBackend()
-    response = post("/v1/chat/completions", _USER | more, backend, template=_TEMPLATE)
-    assert response.status_code == 200, response.text
-    assert bytes(backend.requests[0].prompt_ids).decode() == shown
-    wanted = None if warned is None else f'299 tiermoe "ignored parameters: {warned}"'
-    told = response.headers.get("warning")
-    assert told == wanted
-    assert bytes(post("/tokenize", _USER | more, template=_TEMPLATE).json()["tokens"]).decode() == shown
-    if "chat_template_kwargs" not in more:
-        backend = FakeBackend()
-        response = post("/v1/responses", {"input": "hi"} | more, backend, template=_TEMPLATE)
-        assert bytes(backend.requests[0].prompt_ids).decode() == shown
-        assert response.headers.get("warning") == wanted
-
-
 def test_completions_have_no_template_and_ignore_them() -> None:
     body = {"prompt": "p", "reasoning_effort": "high", "think": True, "chat_template_kwargs": {}, "thinking": {}}
     response = post("/v1/completions", body)
@@ -130,7 +101,7 @@ def test_completions_have_no_template_and_ignore_them() -> None:
 def test_reasoning_can_be_left_out(hidden: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said = b"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes"
     harmony = tools.calling(None, "harmony")
-    monkeypatch.setattr("tiermoe.cluster.api.service.calling", lambda *_: harmony)
+    monkeypatch.setattr("tiermoe.cluster.api.model.calling", lambda *_: harmony)
 
     def shown(more: dict[str, Any]) -> tuple[str, str]:
         backend = FakeBackend({"hi": said}, step=100)
@@ -143,17 +114,3 @@ def test_reasoning_can_be_left_out(hidden: dict[str, Any], stream: bool, monkeyp
 
     assert shown({}) == ("hm", "yes")
     assert shown(hidden) == ("", "yes")
-
-
-@pytest.mark.parametrize(
-    ("more", "name"),
-    [({"reasoning_effort": "hgih"}, "reasoning_effort"), ({"reasoning": {"efort": "low"}}, "reasoning.efort"),
-     ({"reasoning": {"effort": "lo"}}, "reasoning"), ({"thinking": {"type": "on"}}, "thinking"),
-     ({"thinking": {"budget": 5}}, "thinking.budget"), ({"think": 5}, "think"),
-     ({"enable_thinkin": True}, "enable_thinkin"),
-     ({"enable_thinking": "yes"}, "enable_thinking"), ({"reasoning": {"max_tokens": 1.5}}, "reasoning"),
-     ({"thinking_budget": -2}, "thinking_budget")],
-)  # fmt: skip
-def test_what_is_misspelt_is_refused(more: dict[str, Any], name: str) -> None:
-    status, param, message = error(post("/v1/chat/completions", _USER | more))
-    assert (status, param) == (400, name), message

@@ -8,11 +8,12 @@ import time
 from typing import Any, get_args
 
 import pytest
-from fake_api import FakeBackend, byte_tokenizer, error, events, post, serving
+from fake_api import CALLS_TEMPLATE, FakeBackend, byte_tokenizer, error, events, post, template_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.cluster.api.settings import ToolFormatName
+from tiermoe.cluster.api.model import ServedModel
+from tiermoe.cluster.api.settings import LimitSettings, ToolFormatName
 from tiermoe.cluster.api.templates import ChatTemplate
 from tiermoe.cluster.api.tool_parsers import Parsed, ToolCall
 from tiermoe.cluster.api.tools import TOOL_FORMATS, calling
@@ -216,16 +217,6 @@ def test_text_that_cannot_be_a_call_comes_at_once() -> None:
     assert [parser.feed(part).content for part in ("I ", "think <", "b> ", "<tool_")] == ["I", " think", " <b>", ""]
 
 
-def template_of(calls: str, several: str = "") -> str:
-    """A template whose calls are written so; `c` is one, `json` its arguments."""
-    return (
-        "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
-        "{{ m.content }}{% set calls = m.tool_calls or [] %}" + several + "{% for c in calls %}"
-        "{% set f = c.function %}{% set json = f.arguments | tojson %}" + calls + "{% endfor %}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-
-
 _ONE = "{% if calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}"
 _FENCED = (
     "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\\n```json\\n' + f.arguments + '\\n```' }}"
@@ -280,10 +271,10 @@ def test_the_format_is_what_reads_what_the_template_writes(calls: str, several: 
 
 def test_marks_that_are_special_tokens_are_shown_to_the_parser() -> None:
     """GLM's and others' `<tool_call>` is a special token in some tokenizers, and text in others."""
-    tokenizer = byte_tokenizer()
-    assert not serving(FakeBackend(), template=_TEMPLATE, tokenizer=tokenizer)[0].special_calls
+    tokenizer, template = byte_tokenizer(), ChatTemplate(CALLS_TEMPLATE, {"eos_token": "<end>"})
+    assert not ServedModel("fake", {}, tokenizer, template, LimitSettings()).special_calls
     tokenizer.add_special_tokens(["<tool_call>"])
-    assert serving(FakeBackend(), template=_TEMPLATE, tokenizer=tokenizer)[0].special_calls
+    assert ServedModel("fake", {}, tokenizer, template, LimitSettings()).special_calls
 
 
 def test_a_format_may_be_named() -> None:
@@ -295,17 +286,11 @@ def test_a_format_may_be_named() -> None:
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]  # fmt: skip
-_TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{\"name\": \"{{ c.function.name }}\", \"arguments\": "
-    "{{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endfor %}"
-)
 _HARMONY = template_of("<|channel|>commentary to=functions.{{ f.name }} <|message|>{{ json }}<|call|>")
-_PYTHONIC = WRITTEN[11][0]
 _ANSWER = f'Look:\n<tool_call>{_CALLED}</tool_call><tool_call>{{"name": "time"}}</tool_call>'
 
 
-def tooled(body: dict[str, Any], answer: str = _ANSWER, template: str = _TEMPLATE) -> tuple[Any, FakeBackend]:
+def tooled(body: dict[str, Any], answer: str = _ANSWER, template: str = CALLS_TEMPLATE) -> tuple[Any, FakeBackend]:
     backend = FakeBackend({"weather;hi": answer.encode(), "hi": answer.encode()}, step=3)
     backend.plan["max_prompt_tokens"] = 4000
     chat = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS} | body
@@ -380,26 +365,6 @@ def test_what_clients_send_along_with_messages_is_accepted_and_named() -> None:
     assert response.headers["warning"].endswith(": " + ", ".join(f"messages.{name}" for name in names) + '"')
 
 
-@pytest.mark.parametrize(
-    ("message", "name"),
-    [({"prefix": True}, "prefix"), ({"colour": "red"}, "colour"), ({"function_call": {"name": "f"}}, "function_call"),
-     ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content.0"),
-     ({"content": [{"type": "text", "text": "x", "colour": 1}]}, "colour")],
-)  # fmt: skip
-def test_what_may_change_a_prompt_is_refused(message: dict[str, Any], name: str) -> None:
-    response, _ = tooled({"messages": [{"role": "user", "content": "hi"} | message]})
-    assert response.status_code == 400
-    assert name in response.text
-
-
-def test_reasoning_reaches_the_template_by_all_its_names() -> None:
-    source = "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{% endfor %}"
-    for name in ("reasoning_content", "reasoning", "thinking"):
-        _, backend = tooled({"tools": None, "messages": [{"role": "assistant", "content": "x", name: "r"}]},
-                            template=source)  # fmt: skip
-        assert bytes(backend.requests[0].prompt_ids) == b"rr"
-
-
 def test_harmony_answers_are_read_without_tools_too() -> None:
     answer = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi"
     body = {"tools": None, "messages": [{"role": "user", "content": "hi"}]}
@@ -408,26 +373,3 @@ def test_harmony_answers_are_read_without_tools_too() -> None:
     response = post("/v1/chat/completions", body, backend, template=_HARMONY)
     message = response.json()["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Hi", "hm")
-
-
-def test_calls_that_must_come_have_a_grammar() -> None:
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        _, backend = tooled({"tool_choice": choice})
-        assert '"<tool_call>' in (backend.requests[0].sampling.grammar or "")
-
-
-@pytest.mark.parametrize(
-    ("body", "template", "param"),
-    [
-        ({}, "{{ messages }}{# <tool_call> #}", "tools"), ({}, "{{ tools }}", "tools"), ({}, "{% for %}", "tools"),
-        ({"tools": [{"type": "x"}]}, _TEMPLATE, "tools"), ({"tool_choice": "maybe"}, _TEMPLATE, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, _TEMPLATE, "tool_choice"),
-        ({"tool_choice": "required", "tools": []}, _TEMPLATE, "tool_choice"),
-        ({"tool_choice": "required"}, template_of(_PYTHONIC), "tool_choice"),
-        ({"tool_choice": "required", "guided_choice": ["a"]}, _TEMPLATE, "guided_choice"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(body: dict[str, Any], template: str, param: str) -> None:
-    response, backend = tooled(body, template=template)
-    assert error(response)[:2] == (400, param)
-    assert backend.requests == []

@@ -22,7 +22,7 @@ from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.jobs.record.record_trace import record_with
 from tiermoe.cluster.jobs.replay import replay_policy
-from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, first_split
+from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, context_of, first_split
 from tiermoe.cluster.simulate.hit_rates import result, serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.predictors import routing_profile
@@ -344,7 +344,7 @@ def test_simulated_counters_equal_the_engine_s(recorded: tuple[Path, Path, dict]
     machine = Machine(
         name="any", forward_s=1e-3, dense_s=1e-4, dense_row_s=1e-6, expert_s=1e-4, expert_row_s=1e-6, link_gbps=gbps
     )
-    engine = SimulatedEngine(trace.header, machine, Budget(share=BUDGET), Lru(), check=True)
+    engine = SimulatedEngine(trace.header, machine, Budget(share=BUDGET), Policies(Lru()), check=True)
     figures = result(engine, serve(engine, trace.requests()))
     assert counted["misses"] > 0
     assert counted["hits"] > 0

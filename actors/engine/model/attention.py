@@ -17,6 +17,7 @@ import torch
 
 from ....errors import ConfigError
 from ...settings import Attention, CompileMode
+from .architecture import class_of
 
 _OURS = "tiermoe-paged"
 _PAGED_EAGER = "paged|eager"  # transformers' own on its paged cache
@@ -35,7 +36,6 @@ def attention_for(config: Any, wanted: Attention, device: torch.device) -> str:
     Raises:
         ConfigError: this machine cannot do it.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
     if wanted == "flash":
@@ -46,8 +46,7 @@ def attention_for(config: Any, wanted: Attention, device: torch.device) -> str:
         raise ConfigError("attention: triton needs a GPU", "use attention: auto")
     if wanted in ("sdpa", "eager"):
         return wanted
-    cls = AutoModelForCausalLM._model_mapping[type(config)]
-    return "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
+    return "sdpa" if getattr(class_of(config), "_supports_sdpa", False) else "eager"
 
 
 def attention_of_steps(

@@ -29,6 +29,7 @@ from ....kernels.router import LinearRouter
 from ...settings import Attention
 from ...store.files import FileView
 from ...store.format import REBUILD, Manifest, read_header
+from .architecture import from_config
 from .attention import attention_for
 
 IMPLEMENTATION = "tiermoe"  # name under which transformers knows it
@@ -292,13 +293,11 @@ def build_blocks(store: Path, manifest: Manifest, dtype: torch.dtype, device: to
 
 def _on_meta(store: Path, dtype: torch.dtype, attention: Attention, device: torch.device) -> Any:
     """The transformers model of a store without weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(store, trust_remote_code=False)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention_for(config, attention, device), trust_remote_code=False
-        )
+        return from_config(config, dtype=dtype, attn_implementation=attention_for(config, attention, device))
 
 
 def assign_dense(

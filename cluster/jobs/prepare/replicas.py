@@ -180,13 +180,14 @@ def _check_published(manifest: Manifest, options: ReplicaOptions, calibration: P
 def _activations(store: Path, manifest: Manifest) -> list[str]:
     """Each MoE layer's, from a model without weights. Raises UnsupportedModelError: experts are not act(gate) * up."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from ....actors.engine.model.architecture import from_config
     from .capture import checked_blocks
 
     config = AutoConfig.from_pretrained(store, trust_remote_code=False)
     with torch.device("meta"):
-        blocks = checked_blocks(AutoModelForCausalLM.from_config(config, trust_remote_code=False), manifest)
+        blocks = checked_blocks(from_config(config), manifest)
     return [str(block.activation) for block in blocks]  # not None: checked
 
 

@@ -1,0 +1,115 @@
+"""A body into what is generated for it: checked, its prompts in tokens, its grammar, and the form of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from .answers import ChatForm, CheckedRequest, CompletionForm
+from .grammar import compiled, forced_call
+from .keys import ANYONE, Key
+from .model import Echo, ServedModel
+from .refusals import refused
+from .runs import Choice
+from .schema import ChatBody, CompletionBody, GenerationBody
+from .thinking import hides_reasoning
+from .tool_parsers import Parser, PlainParser
+
+
+async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> CheckedRequest:
+    """Check and tokenize a chat.
+
+    Args:
+        key: whose request it is.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    body.check()
+    model.check(body)
+    parser, display = _tool_parser(model, body), body.display
+    if parser is not PlainParser and model.special_calls:
+        display = replace(display, skip_special=False)
+    grammar = await _grammar(model, body, key)
+    ids = await model.chat_ids(body, body.messages, tools=body.offered_tools, special=body.add_special_tokens)
+    body = model.with_defaults(body)
+    tokens = model.tokens_for(body, len(ids))
+    model.check_length(len(ids), tokens, "messages")
+    choices = tuple(
+        Choice(
+            ids, body.sampling(tokens, index, body.wanted_logprobs, grammar=grammar), display,
+            cache_salt=body.cache_salt,
+        )
+        for index in range(body.choices)
+    )
+    parsers = tuple(parser() for _ in choices)
+    form = ChatForm(
+        model.token_bytes, bool(body.logprobs), parsers, body.parallel_tool_calls is not False,
+        reasoning=not hides_reasoning(body),
+    )  # fmt: skip
+    return CheckedRequest(model.name, choices, len(ids), form, body)
+
+
+async def completion(model: ServedModel, body: CompletionBody, key: Key | None = ANYONE) -> CheckedRequest:
+    """Check and tokenize the prompts of a completion.
+
+    Args:
+        key: whose request it is.
+
+    Raises:
+        ApiError: 400 or 404.
+    """
+    body.check()
+    model.check(body)
+    given, special = body.prompts, body.add_special_tokens
+    # an empty list: says what is wrong
+    grammar = await _grammar(model, body, key)
+    prompts = tuple([await model.prompt_ids(prompt, special=special) for prompt in given or [""]])
+    body = model.with_defaults(body)
+    wanted = model.tokens_for(body, max(map(len, prompts)))
+    tokens, choices = max(1, wanted), []
+    for ids in prompts:
+        model.check_length(len(ids), tokens, "prompt")
+        for index in range(body.choices):
+            sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None, grammar)
+            choices.append(Choice(ids, sampling, body.display, wanted > 0, body.cache_salt))
+    echoes: tuple[Echo, ...] | None = None
+    if body.echo:
+        echoes = tuple([await model.echo_of(text, ids) for text, ids in zip(given, prompts, strict=True)])
+    form = CompletionForm(model.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
+    return CheckedRequest(model.name, tuple(choices), sum(map(len, prompts)), form, body, len(prompts))
+
+
+async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) -> str | None:
+    """What the text must follow: the request's grammar, or that of a tool call that must come.
+
+    Raises:
+        ApiError: 400, it is refused.
+    """
+    forced = body.forced_functions if isinstance(body, ChatBody) else {}
+    given, turn = body.constraint, "" if key is None else key.name
+    if not forced:
+        return None if given is None else await model.offload.in_turn(turn, partial(compiled, given))
+    if given is not None:
+        raise refused(f"'{given[0]}' and a forced tool call; leave one out", given[0])
+    assert isinstance(body, ChatBody)
+    found, several = model.calling.format, model.calling.several and body.parallel_tool_calls is not False
+    if found is None or found.grammar is None:
+        raise refused("this model's tool calls cannot be forced; set tool_choice to auto", "tool_choice")
+    make = partial(found.grammar, forced, several and body.tool_choice == "required")
+    return await model.offload.in_turn(turn, lambda: forced_call(make, forced))
+
+
+def _tool_parser(model: ServedModel, body: ChatBody) -> Callable[[], Parser]:
+    """What makes a parser of a choice's text.
+
+    Raises:
+        ApiError: 400, there are tools and the model cannot call any.
+    """
+    found, refusal = model.calling.format, model.calling.refusal
+    if body.offered_tools and model.template is not None and refusal is not None:
+        raise refused(refusal, "tools")
+    if found is None or not (found.always or body.offered_tools):
+        return PlainParser
+    return partial(found.parser, body.functions)

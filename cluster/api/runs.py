@@ -1,0 +1,159 @@
+"""Checked choices into deltas: their places in the queue, the lead that generates them, their text and their times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from tokenizers import Tokenizer
+
+from ...actors.requests import GenerationRequest, SamplingParams
+from ...errors import RuntimeFailure, TierMoeError
+from .admission import Admission
+from .backend import Backend
+from .keys import ANYONE, Key
+from .metrics import ChoiceTimer, Metrics
+from .records import ChoiceTimes
+from .refusals import ApiError, from_failure
+from .schema import Display
+from .settings import LimitSettings
+from .text import ChoiceText, Delta
+
+_QUEUED_DELTAS = 64  # that a slow client may be behind, for each request
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice to generate.
+
+    shown: False: a token is generated for its prompt's log-probabilities only.
+    cache_salt: the request's own, for the prefix cache.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    display: Display
+    shown: bool = True
+    cache_salt: str | None = None
+
+
+class Run:
+    """The choices of one request under way; `close` ends what still runs.
+
+    Args:
+        choices: the deltas of each.
+        times: of each choice.
+        ended: called as each choice ends, however it ends.
+    """
+
+    def __init__(
+        self, choices: Sequence[AsyncGenerator[Delta]], times: Sequence[ChoiceTimes], ended: Callable[[], None]
+    ) -> None:
+        self.choices, self.times = len(choices), list(times)
+        self._queue: asyncio.Queue[tuple[int, Delta | ApiError]] = asyncio.Queue(_QUEUED_DELTAS)
+        self._tasks = []
+        for index, deltas in enumerate(choices):
+            # started here and not by the reader: a reader that never comes must not occupy the queue
+            task = asyncio.create_task(self._forward(index, deltas))
+            task.add_done_callback(lambda _: ended())
+            self._tasks.append(task)
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """(choice, its new part), in the order of arrival, until all choices have ended.
+
+        Raises:
+            ApiError: a choice failed.
+        """
+        open_choices = self.choices
+        while open_choices:
+            index, item = await self._queue.get()
+            if isinstance(item, ApiError):
+                raise item
+            open_choices -= item.finish is not None
+            yield index, item
+
+    def close(self) -> None:
+        """Cancel what has not ended, here and in the runtime. Does not wait."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _forward(self, index: int, deltas: AsyncGenerator[Delta]) -> None:
+        try:
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    await self._queue.put((index, delta))
+        except TierMoeError as error:
+            await self._queue.put((index, from_failure(error)))
+        except Exception as error:  # else the reader would wait for ever
+            await self._queue.put((index, ApiError(500, f"the server failed: {type(error).__name__}: {error}")))
+
+
+class Runs:
+    """Starts the choices of requests.
+
+    Args:
+        backend: the runtime.
+        tokenizer: the model's.
+        limits: on what waits and runs.
+        share_prefix_cache: whether requests of different keys share KV pages.
+    """
+
+    def __init__(
+        self, backend: Backend, tokenizer: Tokenizer, limits: LimitSettings, share_prefix_cache: bool = False
+    ) -> None:
+        self.backend, self.limits = backend, limits
+        self._tokenizer, self._share_prefix_cache = tokenizer, share_prefix_cache
+        held = int(backend.plan.get("kv_tokens") or 0) * max(1, len(backend.states()))
+        self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, held or None)
+        self.metrics = Metrics(backend.ask, sharded=bool(backend.plan.get("shards")))
+
+    def submit(self, choices: Sequence[Choice], request_id: str, key: Key = ANYONE) -> Run:
+        """Start all choices of a request.
+
+        Args:
+            key: whose it is.
+
+        Raises:
+            ApiError: 429, the queue is full, or what the key may have in it.
+        """
+        self.admission.admit(key, [len(choice.prompt_ids) for choice in choices])
+        # the runtime's own id: a client may send the same request id again while the first is under way
+        name = f"{request_id}-{uuid.uuid4().hex[:12]}"
+        timers = [self.metrics.choice(len(choice.prompt_ids)) for choice in choices]
+        each = enumerate(zip(choices, timers, strict=True))
+        streams = [self._generate(choice, f"{name}-{i}", timer, key) for i, (choice, timer) in each]
+        return Run(streams, timers, lambda: self.admission.leave(key))
+
+    async def _generate(self, choice: Choice, name: str, timer: ChoiceTimer, key: Key) -> AsyncGenerator[Delta]:
+        """Wait for a slot, then generate under the id `name`; closing it early cancels the choice."""
+        salt = (ANYONE if self._share_prefix_cache else key).cache_salt(choice.cache_salt)
+        request = GenerationRequest(name, choice.prompt_ids, choice.sampling, cache_salt=salt)
+        text = ChoiceText(self._tokenizer, choice.display, choice.sampling.min_tokens)
+        async with self.admission.slot(key, len(choice.prompt_ids)) as begun:
+            timer.started_s = time.perf_counter()
+            try:
+                async with aclosing(self.backend.generate(request)) as events:
+                    async for event in events:
+                        begun()
+                        timer.event_arrived(event)
+                        self.admission.charge(key, len(event.token_ids))
+                        if event.finish in ("cancelled", "error"):
+                            raise RuntimeFailure("the request was cancelled in the runtime", "send it again")
+                        delta, timer.tokens = text.delta(event), text.tokens  # none behind a stop string
+                        if delta is None:
+                            continue
+                        timer.finish = delta.finish
+                        if not choice.shown:
+                            delta = replace(delta, text="", scores=(), tokens=0, finish=delta.finish and "length")
+                        yield delta
+                        if delta.finish is not None:
+                            return
+            except TierMoeError:
+                timer.finish = "error"
+                raise
+            finally:
+                timer.ended()

@@ -1,0 +1,64 @@
+"""One simulated GPU: the engine's cache over a link on a virtual clock, and layers whose kernels let time pass.
+
+The layers are `core::VirtualLayer`, whose pass is the engine's (`core::Layer::run`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+from ...actors.core._core import Clock, VirtualLink, VirtualRun
+from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.cache.slots import LowBitPart
+from ...actors.engine.stats import EngineStats, LayerStats, Timeline
+from ...actors.policies.cost import load_s
+from ...actors.policies.eviction import EvictionPolicy
+from ...actors.policies.moepic.split import SplitLayout
+from .machine import Machine
+from .trace import TraceHeader
+
+
+class PoolSize(NamedTuple):
+    """Of slots that nobody allocates: a copy moves nothing."""
+
+    bytes: int
+    neurons: int = 1
+    total_neurons: int = 1
+
+
+class SimulatedGpu:
+    """A GPU with a clock of its own.
+
+    Args:
+        slots: for whole experts. The others are as of `ExpertCache`.
+
+    Attributes:
+        run: the layers.
+    """
+
+    def __init__(
+        self, header: TraceHeader, machine: Machine, slots: int, eviction: EvictionPolicy, min_useful: float = 0.0,
+        split: SplitLayout | None = None, writeback: bool = False, low_bit: LowBitPart | None = None,
+    ) -> None:  # fmt: skip
+        keys, nbytes, neurons = header.layers * header.experts, header.slot_bytes, 1 if split is None else split.neurons
+        self.clock = Clock()
+        link = virtual_link(self.clock, machine)
+        self.stats = EngineStats(
+            layers=[LayerStats() for _ in range(header.layers)], slots=slots, experts=keys, executor="simulated"
+        )
+        nowhere: Any = None
+        pool = cast(Any, PoolSize(slots * nbytes, neurons, slots * neurons))
+        self.cache = ExpertCache(
+            pool, [nowhere] * header.layers, nowhere, header.experts, slots, nbytes, eviction, self.stats,
+            Timeline(False), link, self.clock, min_useful, split, writeback, low_bit,
+        )  # fmt: skip
+        self.run = VirtualRun(
+            self.cache.core, link, self.clock, machine.expert_s, machine.expert_row_s, machine.kernel_share,
+            machine.load_s / nbytes, machine.miss_s, neurons,
+        )  # fmt: skip
+
+
+def virtual_link(clock: Clock, machine: Machine) -> VirtualLink:
+    """The link of one of a machine's GPUs."""
+    link = machine.link
+    return VirtualLink(clock, lambda nbytes: 0.0 if link is None else load_s(nbytes, link), machine.wait_s)
