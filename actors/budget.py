@@ -1,5 +1,5 @@
-"""Byte arithmetic of `budget: auto`: what of a device's free memory is left for experts, and how expert slots and KV
-cache share it while requests come and go. Without torch.
+"""The budget of a device's expert memory, and the byte arithmetic of `budget: auto`: what of a device's free memory is
+left for experts, and how expert slots and KV cache share it while requests come and go. Without torch.
 
     experts = min(all, (free - leads x (dense + kv + activations) - mapped - processes - margin) / devices)
     margin  = MARGIN_BYTES + MARGIN_SHARE of what is free
@@ -15,15 +15,23 @@ need it, and `SharingRule` decides when.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..errors import BudgetError, ConfigError, size
 from .base_settings import Settings
 
 MARGIN_BYTES, MARGIN_SHARE = 512 << 20, 0.05  # workspaces of libraries; fragmentation, and what others take meanwhile
+_UNITS = {
+    "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_GIVEN = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[KMGT]?i?B)?", re.IGNORECASE)
+_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 
 
 class AutoBudget(Settings):
@@ -112,6 +120,76 @@ class AutoBudget(Settings):
         while (found := self.model_copy(update={"free": self.free + more}).terms["experts"]) < min(least, self.most):
             more += (least - found) * self.devices
         return more
+
+
+class Budget(Settings):
+    """The expert memory of each device, in the one of these terms that was given.
+
+    Attributes:
+        share: of the bytes of all experts. nbytes: bytes. auto: what is left of the device's memory.
+    """
+
+    share: float | None = Field(default=None, gt=0, le=1)
+    nbytes: int | None = Field(default=None, ge=0)
+    auto: AutoBudget | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Budget:
+        if sum(term is not None for term in (self.share, self.nbytes, self.auto)) != 1:
+            raise ValueError("a budget is a share, bytes or auto")
+        return self
+
+    @classmethod
+    def parse(cls, given: str | float | int, auto: bool = False) -> Budget:
+        """Read a budget: a plain number or percentage is a share of all routed experts, a number with a unit bytes.
+
+        Args:
+            auto: whether `auto` is taken, too.
+
+        Raises:
+            BudgetError: zero, negative, not finite, a share over 1, an unknown unit, or no number at all.
+        """
+        shown, remedy = str(given).strip(), f"{_REMEDY}, or auto" if auto else _REMEDY
+        if auto and shown.lower() == "auto":
+            return cls(auto=AutoBudget())
+        match = _GIVEN.fullmatch(shown)
+        if match is None:
+            raise BudgetError(f"budget '{shown}' is not a share or a number of bytes", remedy)
+        number, unit = float(match["number"]), (match["unit"] or "").upper()
+        if unit in _UNITS:
+            nbytes = number * _UNITS[unit]
+            if not math.isfinite(nbytes) or nbytes < 1:
+                raise BudgetError(f"budget '{shown}' is less than one byte or not finite", remedy)
+            return cls(nbytes=int(nbytes))
+        share = number / 100 if unit == "%" else number
+        if not 0 < share <= 1:
+            raise BudgetError(f"budget '{shown}' is a share outside (0, 1]", remedy)
+        return cls(share=share)
+
+    def bytes_of(self, slot_bytes: int, experts: int) -> int:
+        """The budget in bytes, of which a share never loses a whole slot to rounding.
+
+        Args:
+            slot_bytes: of one expert. experts: routed ones in all layers.
+
+        Raises:
+            BudgetError: it does not hold one expert. ConfigError: the device's memory is not known.
+        """
+        if self.auto is not None:
+            return self.auto.nbytes
+        if self.share is not None:
+            whole_slots = int(self.share * experts + 1e-9)  # 1/3 of three experts is one expert
+            nbytes = max(int(self.share * experts * slot_bytes), whole_slots * slot_bytes)
+        else:
+            nbytes = self.nbytes or 0
+        if nbytes < slot_bytes:
+            least, total = math.ceil(1e6 / experts) / 1e6, slot_bytes * experts
+            raise BudgetError(
+                f"budget {size(nbytes)} holds no expert, which takes {size(slot_bytes)}, {size(slot_bytes - nbytes)} "
+                f"more (all {experts}: {size(total)})",
+                f"give at least {slot_bytes}B, or a share of {least:.6f}",
+            )
+        return nbytes
 
 
 def in_words(terms: Mapping[str, int], chunk: int, tokens: int) -> str:

@@ -1,18 +1,16 @@
-"""Settings of the actors, frozen and validated; and the bytes and slots of a budget.
+"""Settings of the actors, frozen and validated.
 
 `cluster.config` builds these from YAML files and command-line options.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..errors import BudgetError, ConfigError, size
 from .base_settings import Settings, in_panel, in_unit
-from .budget import AutoBudget
+from .budget import Budget
 from .policies.cost import NdpProfile
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
@@ -123,21 +121,11 @@ class NdpSettings(Settings):
         return NdpProfile.from_dict(self.hardware)
 
     def cores_of(self, index: int) -> tuple[int, ...]:
-        """The cores of worker 0..N-1, one for each thread; none: any.
-
-        Raises:
-            ConfigError: fewer cores than threads of one worker, or one core twice.
-        """
-        threads = self.worker_threads
-        count = len(self.cores) // threads
+        """The cores of worker 0..N-1, one for each thread; none: any. Fewer than threads are refused before a start."""
         if not self.cores:
             return ()
-        if count == 0 or len(set(self.cores)) < len(self.cores):
-            raise ConfigError(
-                f"ndp.cores is {list(self.cores)}, for {threads} threads",
-                f"name at least {threads} cores, each once, or lower ndp.threads",
-            )
-        first = index % count * threads
+        threads = self.worker_threads
+        first = index % (len(self.cores) // threads) * threads
         return self.cores[first : first + threads]
 
 
@@ -231,8 +219,8 @@ class KvSettings(Settings):
         default=True, description="with budget auto, expert slots use the KV cache's memory until requests need it"
     )
     batching: Literal["auto", "continuous", "serial"] = Field(
-        default="auto", description="auto: requests share forward passes, on the paged KV cache where the model allows it, "
-        "else on its own; continuous: on the paged one only; serial: one request at a time",
+        default="auto", description="auto: requests share forward passes, on the paged KV cache where the model "
+        "allows it, else on its own; continuous: on the paged one only; serial: one request at a time",
     )  # fmt: skip
 
     @model_validator(mode="before")
@@ -319,10 +307,7 @@ class EngineSettings(EngineOptions):
     """The settings of a `GpuWorker` lead."""
 
     policy: PolicySettings
-    budget: float | int | AutoBudget = Field(
-        description="expert memory of each GPU; float in (0, 1]: share of all experts' bytes; int: bytes; AutoBudget: "
-        "what is left of the device's memory"
-    )
+    budget: Budget = Field(description="expert memory of each GPU")
     threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
     shards: ShardSettings = ShardSettings()
     store: StoreSettings = StoreSettings()
@@ -334,58 +319,8 @@ def shared_bytes(settings: EngineSettings) -> int:
 
     Slots that are divided between parts of experts or replicas, and those that are copied back, keep their number.
     """
-    policy, budget = settings.policy, settings.budget
+    policy, auto = settings.policy, settings.budget.auto
     fixed = policy.split.kind != "off" or policy.low_bit is not None or policy.evict_writeback
-    if not isinstance(budget, AutoBudget) or fixed or not settings.kv.elastic or settings.kv.batching == "serial":
+    if auto is None or fixed or not settings.kv.elastic or settings.kv.batching == "serial":
         return 0
-    return budget.kv
-
-
-def budget_bytes(budget: float | int | AutoBudget, slot_bytes: int, experts: int) -> int:
-    """The budget in bytes; a share never loses a whole slot to rounding.
-
-    Args:
-        budget: a share of all `experts` slots' bytes (float), bytes (int), or what is left of the device's memory.
-        experts: routed experts in all layers.
-
-    Raises:
-        BudgetError: it does not hold one expert. ConfigError: the device's memory is not known.
-    """
-    nbytes = budget.nbytes if isinstance(budget, AutoBudget) else budget
-    if isinstance(budget, float):
-        whole_slots = int(budget * experts + 1e-9)  # 1/3 of three experts is one expert
-        nbytes = max(int(budget * experts * slot_bytes), whole_slots * slot_bytes)
-    if nbytes < slot_bytes:
-        least, total = math.ceil(1e6 / experts) / 1e6, slot_bytes * experts
-        raise BudgetError(
-            f"budget {_shown(nbytes)} holds no expert, which takes {size(slot_bytes)}, {size(slot_bytes - nbytes)} "
-            f"more (all {experts}: {size(total)})",
-            f"give at least {slot_bytes}B, or a share of {least:.6f}",
-        )
-    return int(nbytes)
-
-
-def _shown(budget: float | int) -> str:
-    """A share as it was given, or bytes with a unit."""
-    return f"{budget:g}" if isinstance(budget, float) else size(budget)
-
-
-def mixed_slots(nbytes: int, slot_bytes: int, replica_bytes: int, share: float, experts: int) -> tuple[int, int]:
-    """Slots for full experts and slots for low-bit replicas, together within the budget.
-
-    Args:
-        nbytes: the budget in bytes. slot_bytes, replica_bytes: of one slot of each.
-        share: of the budget, for replicas. experts: routed experts in all layers, the most slots of either kind.
-
-    Raises:
-        BudgetError: it does not hold one of each.
-    """
-    replicas = min(int(nbytes * share) // replica_bytes, experts)
-    full = min((nbytes - replicas * replica_bytes) // slot_bytes, experts)
-    if not replicas or not full:
-        raise BudgetError(
-            f"the budget of {size(nbytes)} does not hold an expert in full ({size(slot_bytes)}) and, in {share:.0%} of "
-            f"it, a replica ({size(replica_bytes)})",
-            f"give at least {max(math.ceil(replica_bytes / share), math.ceil(slot_bytes / (1 - share)))}B",
-        )
-    return full, replicas
+    return auto.kv

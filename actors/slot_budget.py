@@ -15,12 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BudgetError, ConfigError, size
-from .budget import AutoBudget
+from .budget import Budget
 from .policies.context_ndp import HotSlots
 from .policies.moepic.split import SplitLayout, SplitOptions, buffer_for
 from .policies.sharding import Ownership, owned_experts, owners
 from .policy_settings import PolicySettings
-from .settings import budget_bytes, mixed_slots
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,7 @@ class Bought:
     replica_slots: int
 
 
-def divide(
-    policy: PolicySettings, budget: float | int | AutoBudget, sizes: SlotSizes, owned: int | None = None
-) -> Bought:
+def divide(policy: PolicySettings, budget: Budget, sizes: SlotSizes, owned: int | None = None) -> Bought:
     """Divide the budget of one device.
 
     Args:
@@ -81,14 +78,34 @@ def divide(
         BudgetError: it is too small; the remedy has the least that is not. ConfigError: the device's memory is not
             known.
     """
-    if isinstance(budget, AutoBudget):
-        nbytes = budget.nbytes  # raises what `auto` lacks
+    if budget.auto is not None:
+        budget = Budget(nbytes=budget.auto.nbytes)  # raises what `auto` lacks
     try:
-        if not isinstance(budget, AutoBudget):
-            nbytes = budget_bytes(budget, sizes.slot_bytes, sizes.keys)
+        nbytes = budget.bytes_of(sizes.slot_bytes, sizes.keys)
         return _divided(policy, nbytes, sizes, max(sizes.owned) if owned is None else owned)
     except BudgetError as error:
         raise BudgetError(error.what, _remedy(policy, sizes)) from error
+
+
+def mixed_slots(nbytes: int, slot_bytes: int, replica_bytes: int, share: float, experts: int) -> tuple[int, int]:
+    """Slots for full experts and slots for low-bit replicas, together within the budget.
+
+    Args:
+        nbytes: the budget in bytes. slot_bytes, replica_bytes: of one slot of each.
+        share: of the budget, for replicas. experts: routed experts in all layers, the most slots of either kind.
+
+    Raises:
+        BudgetError: it does not hold one of each.
+    """
+    replicas = min(int(nbytes * share) // replica_bytes, experts)
+    full = min((nbytes - replicas * replica_bytes) // slot_bytes, experts)
+    if not replicas or not full:
+        raise BudgetError(
+            f"the budget of {size(nbytes)} does not hold an expert in full ({size(slot_bytes)}) and, in {share:.0%} of "
+            f"it, a replica ({size(replica_bytes)})",
+            f"give at least {max(math.ceil(replica_bytes / share), math.ceil(slot_bytes / (1 - share)))}B",
+        )
+    return full, replicas
 
 
 def least_bytes(policy: PolicySettings, sizes: SlotSizes) -> int | None:
@@ -143,8 +160,7 @@ def _first_split(split: SplitOptions, sizes: SlotSizes, slots: int) -> SplitLayo
 
 def _divided(policy: PolicySettings, nbytes: int, sizes: SlotSizes, owned: int) -> Bought:
     """`divide` of so many bytes, with remedies that name no number."""
-    if nbytes < sizes.slot_bytes:
-        budget_bytes(nbytes, sizes.slot_bytes, sizes.keys)  # raises
+    Budget(nbytes=nbytes).bytes_of(sizes.slot_bytes, sizes.keys)  # refused if it holds no expert
     split, slots, replica_slots = None, min(nbytes // sizes.slot_bytes, owned), 0
     if sizes.replica_bytes is not None and policy.low_bit is not None:
         slots, replica_slots = mixed_slots(nbytes, sizes.slot_bytes, sizes.replica_bytes, policy.low_bit.share, owned)

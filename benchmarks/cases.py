@@ -44,7 +44,7 @@ class Served(Options):
     def run_of(self, policy: str) -> RunConfig:
         """The run of a policy: with all experts and no link where it loads all at start, else with budget and link."""
         from tiermoe.cluster.config import load_policy
-        from tiermoe.cluster.jobs.bench.serving import run_config
+        from tiermoe.cluster.jobs.local_worker import run_config
 
         whole = load_policy(policy).preload == "all"
         link = {"gbps": None if whole else self.link_gbps, "latency_us": 0.0 if whole else LATENCY_US}

@@ -14,6 +14,7 @@ from statistics import median
 import numpy as np
 from rich.progress import Progress
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.native_order import core_order, fast_eviction
 from tiermoe.actors.policies.registry import PolicyContext, options
@@ -76,7 +77,7 @@ def _replayed(preset: str) -> tuple[float, float]:
     """Microseconds of a layer, and the simulator's layer steps a second, on the project's recorded routing."""
     trace, settings = Trace(default_model_dir() / "routing"), load_policy(preset)
     header, requests = trace.header, list(trace.requests())
-    budget = 1.0 if settings.preload == "all" else SHARE
+    budget = Budget(share=1.0 if settings.preload == "all" else SHARE)
     engine = engine_for(settings, header, load_machine(header, None, 16.0, 10.0), budget)
     layers, spent_s = engine.layers, [0.0]
 

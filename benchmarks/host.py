@@ -28,8 +28,8 @@ from tiermoe.cluster.jobs.bench.serving import (
     ensure_artifacts,
     heldout_prompts,
     serve,
-    start_worker,
 )
+from tiermoe.cluster.jobs.local_worker import start_worker
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.prompt import load_tokenizer
 

@@ -35,10 +35,9 @@ from tiermoe.cluster.jobs.bench.serving import (
     Prompt,
     Submit,
     heldout_prompts,
-    run_config,
     serve,
-    start_worker,
 )
+from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.cluster.report.tables import show
 
 from .cases import Against, Overhead

@@ -15,9 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 from rich.progress import Progress
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import budget_bytes
-from tiermoe.cluster.config import parse_budget
 from tiermoe.cluster.jobs.bench.experiment import (
     Experiment,
     Section,
@@ -54,7 +53,7 @@ _MEASURES = (
 
 
 def engine_of_split(
-    preset: PolicySettings, budget: float | int, machine: Machine, recorded: Recorded
+    preset: PolicySettings, budget: Budget, machine: Machine, recorded: Recorded
 ) -> SimulatedEngine:
     """An engine of a preset, with predictors, popularity and profile of the requests to learn from.
 
@@ -225,10 +224,10 @@ def _replayed(
             raise explain(error, Machine, "assume") from error
     if preset.uses_ndp and costs.ndp is None:
         raise without_ndp(preset.name, on.machine)
-    share = parse_budget(budget)
+    each = Budget.parse(budget)
     if costs.gpus > 1:  # what the GPUs have together
-        share = budget_bytes(share, header.slot_bytes, header.layers * header.experts) // costs.gpus
-    engine = engine_of_split(preset, share, costs, recorded)
+        each = Budget(nbytes=each.bytes_of(header.slot_bytes, header.layers * header.experts) // costs.gpus)
+    engine = engine_of_split(preset, each, costs, recorded)
     batch, rate = point.get("batch", on.batch), point.get("rate", on.rate)
     serve(engine, recorded.learn, batch)
     engine.reset_stats()

@@ -16,10 +16,11 @@ from typing import Any
 
 from rich.progress import Progress
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.stats import hit_rate
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
-from tiermoe.cluster.config import RunConfig, engine_settings, parse_budget
+from tiermoe.cluster.config import RunConfig, engine_settings
 from tiermoe.cluster.jobs.bench.cells import check_tokens
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
@@ -32,8 +33,9 @@ from tiermoe.cluster.jobs.bench.metrics import (
     ratio,
     rows_of,
 )
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts, serve
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
+from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.errors import BudgetError, CheckpointError, RuntimeFailure
 from tiermoe.limits import usable_cores
 
@@ -320,8 +322,8 @@ def rounds(options: Scale, batch: int) -> int:
 
 def _share(options: Scale) -> float:
     """The budget. Raises BudgetError: it is not a share."""
-    share = parse_budget(options.budget)
-    if not isinstance(share, float):
+    share = Budget.parse(options.budget).share
+    if share is None:
         raise BudgetError(f"budget '{options.budget}' is not a share", "give a share of all experts, such as 0.125")
     return share
 

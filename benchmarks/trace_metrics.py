@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.fmoe import ExpertMapPolicy, ExpertMapPrefetch
 from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, Sketch
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.prefetch import most_probable
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.cluster.config import parse_budget
 from tiermoe.cluster.jobs.bench.experiment import Section
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, metric, values_of
 from tiermoe.cluster.jobs.bench.run import Study
@@ -84,7 +84,7 @@ def replay(
     preset: PolicySettings, budget: str, machine: Machine, recorded: Recorded, each: int
 ) -> list[dict[str, float]]:
     """Serve the requests to learn from, then the measured ones; figures of every `each` measured requests."""
-    engine = engine_of_split(preset, parse_budget(budget), machine, recorded)
+    engine = engine_of_split(preset, Budget.parse(budget), machine, recorded)
     serve(engine, recorded.learn)
     found = []
     for start in range(0, len(recorded.measure), each):

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.policies.cost import Link
 from tiermoe.actors.settings import LinkSettings
@@ -31,13 +32,12 @@ from tiermoe.cluster.jobs.bench.serving import (
     ensure_artifacts,
     heldout_prompts,
     record_served,
-    run_config,
     serve,
-    start_worker,
 )
+from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.cluster.jobs.measure_machine import measure_machine
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
-from tiermoe.cluster.jobs.replay import replay, require_replayable
+from tiermoe.cluster.jobs.replay import Replay, require_replayable
 from tiermoe.cluster.simulate.executor import context_of
 from tiermoe.cluster.simulate.machine import Machine, machine_of
 from tiermoe.cluster.simulate.trace import Trace, TraceHeader
@@ -166,8 +166,8 @@ def _machine(config: RunConfig, costs: MachineCosts, header: TraceHeader) -> tup
 
 
 def _replayed(trace: Trace, policy: str, machine: Machine, slots: int) -> dict[str, Any]:
-    budget, context = slots * trace.header.slot_bytes, context_of(trace.header)
-    return replay(trace, load_policy(policy), context, machine, budget, first=1, console=Console(quiet=True))
+    budget, context = Budget(nbytes=slots * trace.header.slot_bytes), context_of(trace.header)
+    return Replay(trace, load_policy(policy), context, machine, budget, first=1, console=Console(quiet=True))()
 
 
 def _bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:

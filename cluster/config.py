@@ -7,8 +7,6 @@ description is also the help of its command-line option (`jobs.options`).
 from __future__ import annotations
 
 import difflib
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field, StrictFloat, StrictInt, ValidationError, model_validator
 
 from ..actors.base_settings import Settings, in_panel, in_unit
-from ..actors.budget import AutoBudget
-from ..actors.combinations import check_combination
+from ..actors.budget import Budget
+from ..actors.combinations import Refusal, check_combination, refuse_first
 from ..actors.gpu_driver import absent, check_gpu, gpus_free_bytes, has_gpu, hidden
 from ..actors.policies.cost import NdpProfile
 from ..actors.policies.sharding import Ownership
@@ -31,22 +29,15 @@ from ..actors.settings import (
     StoreSettings,
 )
 from ..actors.tokenizer import has_tokenizer
-from ..errors import BudgetError, CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..limits import check_threads, usable_cores
 from ..proto.tls import TlsFiles
 from .host import STORE_CPUS, shown
 from .yaml_file import explain, merged, read_yaml
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
-_UNITS = {
-    "B": 1,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-}  # fmt: skip
-_BUDGET = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>%|[KMGT]?i?B)?", re.IGNORECASE)
 _GPU_WORKER_THREADS = 4
 DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
-_BUDGET_REMEDY = "give a share in (0, 1] such as 0.25 or 25%, or bytes with their unit such as 512MiB or 8GB"
 AUTO, DEFAULT_BUDGET = "auto", "0.25"
 DEFAULT_POLICY = "default"  # `auto` or `next-gate`: `topology.decided` decides, with the model and the nodes
 STEPPED = "next-gate"  # the default policy with `link.layer_us`
@@ -279,34 +270,6 @@ def default_model_dir() -> Path:
     return _PACKAGE_ROOT / "models" / "tiny-moe"
 
 
-def parse_budget(text: str | float | int) -> float | int:
-    """Read an expert budget.
-
-    Args:
-        text: a plain number or percentage is a share of all routed experts; a number with a unit is bytes.
-
-    Returns:
-        float in (0, 1]: share; int >= 1: bytes.
-
-    Raises:
-        BudgetError: zero, negative, not finite, a share over 1, an unknown unit, or no number at all.
-    """
-    shown = str(text).strip()
-    match = _BUDGET.fullmatch(shown)
-    if match is None:
-        raise BudgetError(f"budget '{shown}' is not a share or a number of bytes", _BUDGET_REMEDY)
-    number, unit = float(match["number"]), (match["unit"] or "").upper()
-    if unit in _UNITS:
-        size = number * _UNITS[unit]
-        if not math.isfinite(size) or size < 1:
-            raise BudgetError(f"budget '{shown}' is less than one byte or not finite", _BUDGET_REMEDY)
-        return int(size)
-    share = number / 100 if unit == "%" else number
-    if not 0 < share <= 1:
-        raise BudgetError(f"budget '{shown}' is a share outside (0, 1]", _BUDGET_REMEDY)
-    return share
-
-
 def policy_names() -> list[str]:
     """Names of the presets, sorted."""
     return _presets("policies")
@@ -403,7 +366,8 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             local Ray for one that is joined.
         BudgetError: budget malformed, or too small for the policy.
     """
-    policy, budget = chosen_policy(config.policy), _budget(config)
+    policy = chosen_policy(config.policy)
+    budget = Budget.parse(config.chosen_budget, auto=True)
     _check_ray(config, policy)
     resolved = {"threads": config.ndp_threads, "hardware": asdict(load_hardware(config.ndp.hardware))}
     settings = EngineSettings(
@@ -416,40 +380,30 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
         store=config.cluster.store,
         trace=trace,
     )
-    settings.ndp.cores_of(0)  # refuses what cannot be
     check_combination(settings)
     return settings
-
-
-def _budget(config: RunConfig) -> float | int | AutoBudget:
-    """The budget of a run; `auto` without its terms, see `topology.decided`."""
-    given = config.chosen_budget
-    if str(given).strip().lower() == AUTO:
-        return AutoBudget()
-    try:
-        return parse_budget(given)
-    except BudgetError as error:
-        raise BudgetError(error.what, f"{error.remedy}, or auto") from error
 
 
 def _check_ray(config: RunConfig, policy: PolicySettings) -> None:
     """Refuse settings of a local Ray for one that is joined, and fewer CPUs than the actors' threads."""
     local_only = sorted({"num_cpus", "object_store_bytes", "dashboard"} & config.ray.model_fields_set)
-    if config.ray.address is not None and local_only:
-        raise ConfigError(
-            f"ray.{local_only[0]} describes a local Ray, but ray.address joins a running one", "leave one of them out"
-        )
-    cpus, threads = config.ray.num_cpus, config.worker_threads
-    needed = config.cpus_of_actors(policy)
-    if config.ray.address is None and cpus is not None and cpus < needed:
-        shards, ndp = config.cluster.shards, config.ndp_workers(policy)
-        times = f" on each of {shards} GPUs" if shards > 1 else ""
-        who = f"{ndp} NDP workers with" if ndp > 1 else "the NDP worker's"
-        near = f", {who} {config.ndp_threads}" if ndp else ""
-        raise ConfigError(
+    joined, cpus, threads = config.ray.address is not None, config.ray.num_cpus, config.worker_threads
+    needed, shards, ndp = config.cpus_of_actors(policy), config.cluster.shards, config.ndp_workers(policy)
+    times = f" on each of {shards} GPUs" if shards > 1 else ""
+    who = f"{ndp} NDP workers with" if ndp > 1 else "the NDP worker's"
+    near = f", {who} {config.ndp_threads}" if ndp else ""
+    refuse_first((
+        Refusal(
+            joined and bool(local_only),
+            f"ray.{''.join(local_only[:1])} describes a local Ray, but ray.address joins a running one",
+            "leave one of them out",
+        ),
+        Refusal(
+            not joined and cpus is not None and cpus < needed,
             f"ray.num_cpus is {cpus}, but the worker's {threads} threads{times}{near} and the store need {needed}",
             "raise ray.num_cpus, or lower threads",
-        )
+        ),
+    ))  # fmt: skip
 
 
 def check_model_is_there(path: Path) -> None:

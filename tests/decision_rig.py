@@ -28,6 +28,7 @@ import numpy as np
 import pytest
 import traces
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.make_policies import make_rerouting
@@ -293,7 +294,7 @@ def runs_on(preset: str, script: str) -> bool:
 
 def engine_of(preset: str, trace: Trace, script: Script, check: bool = True, **machine: Any) -> SimulatedEngine:
     settings, header, artifacts = load_policy(preset), trace.header, _artifacts(trace.header)
-    budget = 1.0 if settings.preload == "all" else BUDGET
+    budget = Budget(share=1.0 if settings.preload == "all" else BUDGET)
     scripted = Machine(
         name="scripted", forward_s=TICK, dense_s=script.dense * TICK, dense_row_s=0.0, expert_s=script.expert * TICK,
         expert_row_s=0.0, ndp=_NEAR if settings.uses_ndp else None, link_gbps=1.0, gpus=script.gpus, peer_us=0.0,

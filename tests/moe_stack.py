@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.engine import ExpertEngine
@@ -68,8 +69,9 @@ def engine_for(
         MoeBlock(nn.Module(), gate, "silu" if case.native else None, None, lambda h, r=router: h.float() @ r.t())
         for router in case.routers
     ]
+    given = Budget(share=budget) if isinstance(budget, float) else Budget(nbytes=budget)
     engine = ExpertEngine(
-        EngineSettings(policy=policy, budget=budget, device="cpu", integrity_checks=True),
+        EngineSettings(policy=policy, budget=given, device="cpu", integrity_checks=True),
         case.shape, case.weights, blocks, case.top_k, CpuDevice(LinkSettings()), case.dtype,
     )  # fmt: skip
     try:

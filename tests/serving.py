@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tiermoe.actors.budget import AutoBudget
+from tiermoe.actors.budget import AutoBudget, Budget
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
 from tiermoe.actors.policy_settings import PolicySettings
@@ -40,7 +40,11 @@ def settings(budget: float | int | AutoBudget, prefetch: str = "none", **kwargs:
     kwargs.setdefault("kv", KvSettings(page_size=16, num_blocks=64))
     kwargs.setdefault("link", LinkSettings(gbps=None))
     kwargs.setdefault("policy", policy(prefetch))
-    return EngineSettings(budget=budget, device="cpu", dtype="float32", integrity_checks=True, **kwargs)
+    if isinstance(budget, AutoBudget):
+        given = Budget(auto=budget)
+    else:
+        given = Budget(share=budget) if isinstance(budget, float) else Budget(nbytes=budget)
+    return EngineSettings(budget=given, device="cpu", dtype="float32", integrity_checks=True, **kwargs)
 
 
 def prepared(checkpoint: Path, out: Path) -> ExpertStore:

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import Any
 
 from ...errors import size
-from ..budget import AutoBudget
 from ..settings import EngineSettings
 from ..store.files import StoreView
 from ..store.format import Published
@@ -48,7 +47,7 @@ def describe(
         "expert_bytes_total": stats.experts * engine.slot_bytes,
         "expert_budget_bytes": stats.expert_budget_bytes,
         "expert_bytes_allocated": stats.expert_bytes_peak,
-        "budget_auto": budget.in_terms if isinstance(budget := settings.budget, AutoBudget) else None,
+        "budget_auto": None if (auto := settings.budget.auto) is None else auto.in_terms,
         "shared": None if stats.shared is None else asdict(stats.shared),
         "dense_bytes": sum(dense.values()),
         "store_path": view.path,

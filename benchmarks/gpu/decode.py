@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.model.attention import steady_sdpa
@@ -193,7 +194,8 @@ class Bench:
         policy, shape, device = load_policy(preset), self.shape, self.context.device
         layers, expert = len(self.host.layers), shape.expert
         settings = EngineSettings(
-            policy=policy, budget=budget, device=device.type, link=LinkSettings(gbps=None), ndp=near_data.settings
+            policy=policy, budget=Budget(share=budget), device=device.type, link=LinkSettings(gbps=None),
+            ndp=near_data.settings,
         )
         routers = zip(self.built.blocks, self.replay.probes(), strict=True)
         blocks = [replace(block, router=probe) for block, probe in routers]

@@ -17,7 +17,8 @@ import torch
 from tiermoe.actors.engine.model.attention import steady_sdpa
 from tiermoe.actors.engine.model.profile import KERNEL_PARTS, STEP_PARTS, host_steps
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench.serving import Prompt, heldout_prompts, run_config, serve, start_worker
+from tiermoe.cluster.jobs.bench.serving import Prompt, heldout_prompts, serve
+from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 
 from .run_parts import Context, Record
 from .transfers import spread_of

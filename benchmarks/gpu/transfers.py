@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.make_device import make_device
@@ -210,7 +211,8 @@ def _rates(expert: Any, layers: Sequence[LayerWeights], size: int, device: Any, 
     """1e9 bytes per second of batches of `size` random experts of one layer."""
     size = min(size, expert.num_experts)
     nbytes = expert.nbytes(context.dtype.itemsize)
-    settings = EngineSettings(policy=load_policy("on-demand"), budget=size * nbytes, device=context.device.type)
+    budget = Budget(nbytes=size * nbytes)
+    settings = EngineSettings(policy=load_policy("on-demand"), budget=budget, device=context.device.type)
     cache = make_cache(settings, expert, layers, device, context.dtype, expert.num_experts)
     rng, rates = np.random.default_rng(size), list[float]()
     try:

@@ -11,13 +11,14 @@ from ...actors.store.format import JOURNAL_NAME, MANIFEST_NAME, STAMP_NAME, Sour
 from ...actors.store.replicas import REPLICA_STAMP_NAME, REPLICAS_NAME
 from ...errors import CheckpointError
 from .hub_cache import name_of
-from .matrices import Entry, TensorEntry
+from .matrices import Entry
 from .quantization import Quantization, quantization_of
 from .weight_files import (
     CONFIG,
     INDEX,
     MAX_JSON_BYTES,
     SINGLE,
+    TensorEntry,
     WeightFiles,
     gguf_in,
     is_extra,

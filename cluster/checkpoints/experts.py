@@ -21,9 +21,9 @@ from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import DTYPES, ExpertForm, MatrixForm
 from ...limits import usable_cores
 from .gguf_header import EXPERT_REMEDY
-from .matrices import Entry, QuantizedEntry, Raw, TensorEntry, plain_form, read_bytes
+from .matrices import Entry, QuantizedEntry, Raw, plain_form
 from .plan import ExpertsModule, Group, Plan
-from .weight_files import OTHER_CONFIG, compare_hash
+from .weight_files import OTHER_CONFIG, TensorEntry, compare_hash, read_bytes
 
 _REMEDY = "pass another release of the model, such as its bfloat16 one"
 

@@ -27,8 +27,8 @@ from ..host import GGUF_CACHE, shown, stands_for_gguf
 from .gguf_config import config_of
 from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
 from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
-from .matrices import Entry, QuantizedEntry, Raw, TensorEntry
-from .weight_files import CONFIG, GGUF_SUFFIX, named_gguf, refuse_outside
+from .matrices import Entry, QuantizedEntry, Raw
+from .weight_files import CONFIG, GGUF_SUFFIX, TensorEntry, named_gguf, refuse_outside
 
 
 def open_weights(folder: Path) -> tuple[Header, dict[str, Entry], list[SourceFile]]:

@@ -10,7 +10,6 @@ NumPy without torch.
 from __future__ import annotations
 
 import math
-import mmap
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.store.format import ITEM_BYTES, TensorSpec, first_problem
+from ...actors.store.format import TensorSpec, first_problem
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import DTYPES, MatrixForm, ceil_div
 from ...kernels.repack import needs_order, repack_awq, repack_compressed_tensors, repack_gptq
 from .quantization import FP8_SCALES, LAYOUTS, Layout, Quantization, Scheme
-from .weight_files import CONFIG, OTHER_CONFIG, compare_hash
+from .weight_files import CONFIG, OTHER_CONFIG, TensorEntry, compare_hash, read_bytes
 
 Raw = dict[str, NDArray[Any]]
 Repack = Callable[[MatrixForm, Raw], Raw]
@@ -35,52 +34,6 @@ _NUMPY = {**DTYPES, "I8": np.int8, "I64": np.int64, "F64": np.float64, "I16": np
 OF_ACTIVATIONS = re.compile(
     r"(\.|_proj_)((input|output|act|activation|q|k|v|kv|prob)_(scale|scale_inv|scale_ub|global_scale|zero_point|amax)|qscale_act)$"
 )
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of the checkpoint: its file and its position there."""
-
-    path: Path
-    spec: TensorSpec
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files that hold it."""
-        return (self.path,)
-
-    @property
-    def rows(self) -> int:
-        """Length of the first dimension; a scalar is one row."""
-        return self.spec.shape[0] if self.spec.shape else 1
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one entry of the first dimension."""
-        return math.prod(self.spec.shape[1:]) * ITEM_BYTES[self.spec.dtype]
-
-
-def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | bytes:
-    """A copy of some bytes of a tensor. Raises CheckpointError: unreadable or truncated."""
-    if not nbytes:
-        return b""
-    # mapped pages return to the system at once; the allocator would retain hundreds of such tensors
-    pages = mmap.mmap(-1, nbytes)
-    buffer = memoryview(pages)
-    done = 0
-    try:
-        with open(entry.path, "rb", buffering=0) as file:
-            file.seek(entry.spec.offset + offset)
-            while done < len(buffer):
-                count = file.readinto(buffer[done:])
-                if not count:
-                    what = f"{entry.path} was truncated while it was read"
-                    raise CheckpointError(what, "run again once no program writes to it")
-                done += count
-    except OSError as error:
-        what = f"{entry.path} cannot be read ({error.strerror})"
-        raise CheckpointError(what, "make it a file that this user may read") from error
-    return pages
 
 
 @dataclass(frozen=True)

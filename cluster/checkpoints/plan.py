@@ -40,9 +40,9 @@ from ...actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ...errors import CheckpointError, UnsupportedModelError
 from ..host import shown
 from .checkpoint import Checkpoint
-from .matrices import OF_ACTIVATIONS, Entry, PublishedMatrix, QuantizedEntry, TensorEntry, join, read_bytes
+from .matrices import OF_ACTIVATIONS, Entry, PublishedMatrix, QuantizedEntry, join
 from .quantization import KEYS
-from .weight_files import INDEX, OTHER_CONFIG
+from .weight_files import INDEX, OTHER_CONFIG, TensorEntry, read_bytes
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
 _ROWS = 128  # of quantized matrices: those of a block of FP8

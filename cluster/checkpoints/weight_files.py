@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import mmap
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ...actors.store.format import TensorSpec, first_problem, read_header
+from ...actors.store.format import ITEM_BYTES, TensorSpec, first_problem, read_header
 from ...actors.tokenizer import is_tokenizer_file
 from ...errors import CheckpointError
 from ..host import shown
@@ -294,3 +296,49 @@ def read_weights_header(path: Path) -> tuple[bytes, tuple[TensorSpec, ...]]:
         lambda what: CheckpointError(what, compare_hash(path)),
         lambda what: CheckpointError(what, replace_file(path)),
     )
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the checkpoint: its file and its position there."""
+
+    path: Path
+    spec: TensorSpec
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that hold it."""
+        return (self.path,)
+
+    @property
+    def rows(self) -> int:
+        """Length of the first dimension; a scalar is one row."""
+        return self.spec.shape[0] if self.spec.shape else 1
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one entry of the first dimension."""
+        return math.prod(self.spec.shape[1:]) * ITEM_BYTES[self.spec.dtype]
+
+
+def read_bytes(entry: TensorEntry, offset: int, nbytes: int) -> mmap.mmap | bytes:
+    """A copy of some bytes of a tensor. Raises CheckpointError: unreadable or truncated."""
+    if not nbytes:
+        return b""
+    # mapped pages return to the system at once; the allocator would retain hundreds of such tensors
+    pages = mmap.mmap(-1, nbytes)
+    buffer = memoryview(pages)
+    done = 0
+    try:
+        with open(entry.path, "rb", buffering=0) as file:
+            file.seek(entry.spec.offset + offset)
+            while done < len(buffer):
+                count = file.readinto(buffer[done:])
+                if not count:
+                    what = f"{entry.path} was truncated while it was read"
+                    raise CheckpointError(what, "run again once no program writes to it")
+                done += count
+    except OSError as error:
+        what = f"{entry.path} cannot be read ({error.strerror})"
+        raise CheckpointError(what, "make it a file that this user may read") from error
+    return pages

@@ -24,7 +24,9 @@ from ..config import AUTO, RunConfig, load_policy
 from ..host import versions
 from ..topology.machine_costs import MachineCosts, PolicyCosts, machine_name
 from .bench.random_model import MoeShape, save_random_model
-from .bench.serving import ensure_artifacts, run_config, serve, start_worker
+from .bench.serving import ensure_artifacts, serve
+from .devices import devices
+from .local_worker import run_config, start_worker
 
 PRESETS = ("all-resident", "on-demand", "next-gate", "mixtral-offloading", "moe-infinity", "hobbit", AUTO)
 SMALL = MoeShape(layers=4, experts=64, top_k=4, hidden=256, intermediate=128, vocabulary=4096)
@@ -70,8 +72,6 @@ def measure_machine(
         presets: whose host time is measured.
         rounds: requests of each case.
     """
-    from .doctor import devices
-
     total = 5 + (1 + len(BUDGETS)) * len(presets)
     task = None if progress is None else progress.add_task("measuring steps", total=total)
 

@@ -21,7 +21,6 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.markup import escape
 
-from ...actors.budget import AutoBudget
 from ...actors.combinations import check_combination
 from ...actors.gpu_driver import gpu_count, has_gpu
 from ...actors.settings import EngineSettings
@@ -167,6 +166,22 @@ def checked_config(file: str | None, options: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def is_attached(attach: str | None, deployment: str | None, options: Mapping[str, Any]) -> bool:
+    """Whether a command uses a runtime that is already running.
+
+    Args:
+        options: those that belong to a runtime, which one that runs has had.
+
+    Raises:
+        RequestError: one of `options` with --attach, or --deployment without it.
+    """
+    if attach is not None:
+        refuse_runtime_options(options)
+    elif deployment is not None:
+        raise RequestError("--deployment names a runtime that is already running", "pass --attach HOST:PORT with it")
+    return attach is not None
+
+
 def refuse_runtime_options(options: Mapping[str, Any]) -> None:
     """Refuse options of a runtime for one that runs already; `model` may name the tokenizer's folder.
 
@@ -249,7 +264,7 @@ def check_budget(settings: EngineSettings, store: Path, local: bool = True) -> N
     Raises:
         BudgetError: it is less than the policy needs.
     """
-    if isinstance(settings.budget, AutoBudget):
+    if settings.budget.auto is not None:
         return
     if settings.device != "auto":
         gpus = [settings.device == "cuda"]

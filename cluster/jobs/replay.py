@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from inspect import Parameter
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +15,14 @@ import typer
 from numpy.typing import NDArray
 from rich.console import Console
 
+from ...actors.budget import Budget
 from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
 from ...actors.policy_settings import PolicySettings
 from ...actors.slot_budget import divide
 from ...errors import ConfigError, TierMoeError
-from ..config import DEFAULT_LINK, load_policy, parse_budget
+from ..config import DEFAULT_LINK, load_policy
 from ..host import now, versions
 from ..report.output import print_json
 from ..report.results import exit_code_of, refusals, refused_row
@@ -38,7 +40,7 @@ from ..simulate.hit_rates import result, serve
 from ..simulate.machine import Machine, load_machine
 from ..simulate.predictors import Recall, load_predictors, recall, routing_profile, split, train_predictors
 from ..simulate.trace import Request, Trace, TraceHeader
-from .options import AsJson, Policy
+from .options import AsJson, Policy, as_command, fields_as_options
 
 RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
 RECALL_DISTANCE = 6
@@ -66,50 +68,47 @@ _SHOWN: Mapping[str, tuple[str, Callable[[Any], str]]] = {  # of a record: its n
 }
 
 
-def replay_command(
-    trace: Annotated[Path, typer.Argument(help="Trace folder that `tiermoe record` wrote.", metavar="TRACE")],
-    policy: Policy = "on-demand",
-    policies: Annotated[str | None, typer.Option(help="Several policies, separated by commas, as a table.")] = None,
-    prefetch: Annotated[str | None, typer.Option(help=f"Prefetch in place of the policy's: {_PREFETCH}.")] = None,
-    distance: Annotated[int | None, typer.Option(help="Prefetch distance in layers, in place of the policy's.")] = None,
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How policies are replayed: the options of `tiermoe replay` and `tiermoe.replay`."""
+
+    prefetch: Annotated[str | None, typer.Option(help=f"Prefetch in place of the policy's: {_PREFETCH}.")] = None
+    distance: Annotated[int | None, typer.Option(help="Prefetch distance in layers, in place of the policy's.")] = None
     synchronous: Annotated[
         bool, typer.Option("--synchronous", help="Let the forward pass wait for prefetches.")
-    ] = False,
+    ] = False
     eviction: Annotated[
         str | None, typer.Option(help=f"Eviction in place of the policy's: {_EVICTION}, {_OPTIMUM}.")
-    ] = None,
+    ] = None
     predictors: Annotated[
         Path | None, typer.Option(help="Predictors of prefetch stride; default: trained on --learn.")
-    ] = None,
+    ] = None
     budget: Annotated[
         str, typer.Option(help="Expert memory: a share of the experts such as 25%, or a size such as 512MiB.")
-    ] = "0.25",
+    ] = "0.25"
     link_gbps: Annotated[
         float | None, typer.Option(help="Link in 1e9 bytes/s; default: the machine's, else 16.")
-    ] = None,
+    ] = None
     link_latency_us: Annotated[
         float | None, typer.Option(help="Latency of a copy; default: the machine's, else 10.")
-    ] = None,
+    ] = None
     machine: Annotated[
         str | None, typer.Option(help="Name in configs/machines, YAML file, or `this` machine; default: the trace's.")
-    ] = None,
-    at_once: Annotated[int, typer.Option(help="Requests in each forward pass.")] = 1,
+    ] = None
+    at_once: Annotated[int, typer.Option(help="Requests in each forward pass.")] = 1
     rate: Annotated[
         float | None, typer.Option(help="Arrivals a second, Poisson; default: a request arrives when there is room.")
-    ] = None,
+    ] = None
     arrivals: Annotated[
         Path | None, typer.Option(help="CSV file of TIMESTAMP,ContextTokens,GeneratedTokens, in place of --rate.")
-    ] = None,
+    ] = None
     learn: Annotated[
         float | None, typer.Option(help="Share of the requests that run first, uncounted; default: 0.")
-    ] = None,
-    as_recall: Annotated[
-        bool, typer.Option("--recall", help="Print only the recall of each predictor, by distance.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Run the engine's cache and policies on recorded routing, without a model: hits, bytes, waits, TTFT and TPOT."""
-    console = Console(stderr=True)
+    ] = None
+
+
+def _replay(trace: Path, policy: str, policies: str | None, as_recall: bool, as_json: bool, **given: Any) -> None:
+    chosen, console = ReplayOptions(**given), Console(stderr=True)
     names = [policy] if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     if policies is not None and (policy != "on-demand" or as_recall or not names):
         raise ConfigError(f"--policies is '{policies}', beside --policy or --recall", "give one of the three")
@@ -117,27 +116,45 @@ def replay_command(
         load_policy(name)  # one that is unknown or malformed, before the first runs
     rows: list[dict[str, Any]] = []
     if as_recall:
-        _check_learn(learn)
+        _check_learn(chosen.learn)
         table: Facts | Grid
-        record, table = recall_table(Trace(trace), 0.7 if learn is None else learn, console)
+        record, table = recall_table(Trace(trace), 0.7 if chosen.learn is None else chosen.learn, console)
+    elif policies is None:
+        record = prepared(trace, names[0], chosen, console)()
+        table = _figures(record)
     else:
-        prepare = partial(
-            prepared, trace, budget=budget, prefetch=prefetch, distance=distance, synchronous=synchronous,
-            eviction=eviction, predictors=predictors, link_gbps=link_gbps, link_latency_us=link_latency_us,
-            machine=machine, at_once=at_once, learn=learn, rate=rate, arrivals=arrivals, console=console,
-        )  # fmt: skip
-        if policies is None:
-            record = prepare(names[0])()
-            table = _figures(record)
-        else:
-            common = {"name": "replay", "trace": str(trace), "budget": budget}
-            rows = replay_each({name: partial(prepare, name) for name in names}, common, console)
-            record, table = {"name": "replays", "rows": rows}, _policies_table(rows)
+        common = {"name": "replay", "trace": str(trace), "budget": chosen.budget}
+        rows = replay_each({name: partial(prepared, trace, name, chosen, console) for name in names}, common, console)
+        record, table = {"name": "replays", "rows": rows}, _policies_table(rows)
     show(results(as_json), table, *refusals(rows))
     if as_json:
         print_json(record)
     if code := exit_code_of(rows):
         raise typer.Exit(code)
+
+
+replay_command = as_command(
+    _replay, "replay_command",
+    "Run the engine's cache and policies on recorded routing, without a model: hits, bytes, waits, TTFT and TPOT.",
+    {
+        "trace": (
+            Annotated[Path, typer.Argument(help="Trace folder that `tiermoe record` wrote.", metavar="TRACE")],
+            Parameter.empty,
+        ),
+        "policy": (Policy, "on-demand"),
+        "policies": (
+            Annotated[str | None, typer.Option(help="Several policies, separated by commas, as a table.")], None
+        ),
+        **fields_as_options(ReplayOptions),
+        "as_recall": (
+            Annotated[
+                bool, typer.Option("--recall", help="Print only the recall of each predictor, by distance.")
+            ],
+            False,
+        ),
+        "as_json": (AsJson, False),
+    },
+)  # fmt: skip
 
 
 def replay_each(
@@ -179,39 +196,15 @@ def replay_each(
 
 
 def replay_trace(
-    trace: str | Path,
-    policy: str = "on-demand",
-    *,
-    budget: str | float | int = "0.25",
-    prefetch: str | None = None,
-    distance: int | None = None,
-    synchronous: bool = False,
-    eviction: str | None = None,
-    predictors: str | Path | None = None,
-    link_gbps: float | None = None,
-    link_latency_us: float | None = None,
-    machine: str | Path | None = None,
-    at_once: int = 1,
-    learn: float | None = None,
-    rate: float | None = None,
-    arrivals: str | Path | None = None,
-    console: Console | None = None,
+    trace: str | Path, policy: str = "on-demand", *, console: Console | None = None, **options: Any
 ) -> dict[str, Any]:
     """Replay a recorded trace under a policy, on a virtual clock; no model is loaded. What `tiermoe.replay` is.
 
     Args:
         trace: folder, as `tiermoe record` makes it.
         policy: name in configs/policies, or a YAML file.
-        budget: device memory for experts: 0.25, "25%", "512MiB".
-        prefetch, distance, synchronous, eviction: in place of the policy's.
-        predictors: file, for stride prefetch; None: trained on the `learn` share.
-        link_gbps, link_latency_us: None: the machine's; without a machine, those of `tiermoe run`.
-        machine: name in configs/machines, a YAML file, or "this" (`tiermoe doctor --save`); None: as recorded.
-        at_once: requests in each forward.
-        learn: share of the requests that are run first and not counted.
-        rate: requests a second, as a Poisson process; arrivals: file in the columns of the Azure LLM trace. None for
-            both: a request arrives when there is room.
         console: where progress goes; None: nowhere.
+        options: of `ReplayOptions`.
 
     Returns:
         what `tiermoe replay --json` prints: hits, misses, bytes, seconds of the virtual clock.
@@ -219,37 +212,29 @@ def replay_trace(
     Raises:
         TierMoeError: the trace, the policy or an option is refused.
     """
-    return prepared(
-        trace, policy, budget=budget, prefetch=prefetch, distance=distance, synchronous=synchronous, eviction=eviction,
-        predictors=predictors, link_gbps=link_gbps, link_latency_us=link_latency_us, machine=machine, at_once=at_once,
-        learn=learn, rate=rate, arrivals=arrivals, console=console,
-    )()  # fmt: skip
+    return prepared(trace, policy, ReplayOptions(**options), console)()
 
 
-def prepared(
-    trace: str | Path, policy: str, *, budget: str | float | int, prefetch: str | None, distance: int | None,
-    synchronous: bool, eviction: str | None, predictors: str | Path | None, link_gbps: float | None,
-    link_latency_us: float | None, machine: str | Path | None, at_once: int, learn: float | None, rate: float | None,
-    arrivals: str | Path | None, console: Console | None,
-) -> Replay:  # fmt: skip
-    """The replay of one policy, with its options checked against each other. Arguments and errors as `replay_trace`."""
+def prepared(trace: str | Path, policy: str, chosen: ReplayOptions, console: Console | None) -> Replay:
+    """The replay of one policy, with its options checked against each other. Raises as `replay_trace`."""
+    at_once, link_gbps, link_latency_us = chosen.at_once, chosen.link_gbps, chosen.link_latency_us
     if at_once < 1:
         raise ConfigError(f"--at-once is {at_once}", "give a number of at least 1")
-    _check_learn(learn)
-    if machine is None:
+    _check_learn(chosen.learn)
+    if chosen.machine is None:
         link_gbps = DEFAULT_LINK.gbps if link_gbps is None else link_gbps
         link_latency_us = DEFAULT_LINK.latency_us if link_latency_us is None else link_latency_us
-    found, optimum = Trace(Path(trace)), eviction == _OPTIMUM
-    settings = replay_policy(policy, None if optimum else eviction)
-    chosen = prefetch if prefetch is not None else settings.prefetch.kind
-    ahead = distance if distance is not None else settings.prefetch.distance
-    first = int(found.header.requests * (learn or 0.0) + 0.5)
-    waits = synchronous or (prefetch is None and settings.prefetch.synchronous)
-    settings = with_prefetch(settings, chosen, distance=ahead, synchronous=waits)
-    context = _context(found, settings, None if predictors is None else Path(predictors), first)
-    simulated = load_machine(found.header, machine, link_gbps, link_latency_us, settings.name)
-    times = arrivals_of(rate, None if arrivals is None else Path(arrivals))
-    if optimum and (chosen != "none" or settings.split.kind != "off" or at_once > 1 or times is not None):
+    found, optimum = Trace(Path(trace)), chosen.eviction == _OPTIMUM
+    settings = replay_policy(policy, None if optimum else chosen.eviction)
+    kind = chosen.prefetch if chosen.prefetch is not None else settings.prefetch.kind
+    ahead = chosen.distance if chosen.distance is not None else settings.prefetch.distance
+    first = int(found.header.requests * (chosen.learn or 0.0) + 0.5)
+    waits = chosen.synchronous or (chosen.prefetch is None and settings.prefetch.synchronous)
+    settings = with_prefetch(settings, kind, distance=ahead, synchronous=waits)
+    context = _context(found, settings, None if chosen.predictors is None else Path(chosen.predictors), first)
+    simulated = load_machine(found.header, chosen.machine, link_gbps, link_latency_us, settings.name)
+    times = arrivals_of(chosen.rate, None if chosen.arrivals is None else Path(chosen.arrivals))
+    if optimum and (kind != "none" or settings.split.kind != "off" or at_once > 1 or times is not None):
         raise ConfigError(
             f"{_OPTIMUM} is the bound of loading on demand, one request after the other",
             "give --policy on-demand, without --at-once, --rate and --arrivals",
@@ -257,43 +242,64 @@ def prepared(
     record = {
         "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
         "policy": settings.name, "eviction": _OPTIMUM if optimum else settings.eviction.kind,
-        "prefetch": chosen, "distance": ahead,
-        "synchronous": waits, "budget": budget, "at_once": at_once, "learned_requests": first,
-        "rate": rate, "arrivals": None if arrivals is None else str(arrivals), "machine": simulated.model_dump(),
-        "versions": versions(), "date": now(),
+        "prefetch": kind, "distance": ahead,
+        "synchronous": waits, "budget": chosen.budget, "at_once": at_once, "learned_requests": first,
+        "rate": chosen.rate, "arrivals": None if chosen.arrivals is None else str(chosen.arrivals),
+        "machine": simulated.model_dump(), "versions": versions(), "date": now(),
     }  # fmt: skip
-    return Replay(
-        record, found, settings, context, simulated, parse_budget(budget), at_once, first, console, times, optimum
-    )
+    budget = Budget.parse(chosen.budget)
+    return Replay(found, settings, context, simulated, budget, at_once, first, console, times, optimum, record)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One policy on a trace, ready to run. record: what it is; the others are arguments of `replay`."""
+    """One policy on a trace, ready to run.
 
-    record: Mapping[str, Any]
+    Attributes:
+        context: what policies are made from, without the eviction policy.
+        first: requests that are run and not counted, to learn from.
+        arrivals: of the others; None: a request arrives when there is room.
+        optimum: evict by the trace's future, in place of the policy's eviction; of one request after the other.
+        record: what it is, as its result begins.
+    """
+
     trace: Trace
     settings: PolicySettings
     context: PolicyContext
     machine: Machine
-    budget: float | int
-    at_once: int
-    first: int
-    console: Console | None
-    arrivals: Iterable[Arrival] | None
-    optimum: bool
+    budget: Budget
+    at_once: int = 1
+    first: int = 0
+    console: Console | None = None
+    arrivals: Iterable[Arrival] | None = None
+    optimum: bool = False
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raises TierMoeError: refused by the trace's shape, the machine or the budget; no request is replayed."""
+        self._engine()
+
+    def _engine(self, eviction: EvictionPolicy | None = None) -> SimulatedEngine:
         learn = islice(self.trace.requests(), self.first or None)
-        engine_for(self.settings, self.trace.header, self.machine, self.budget, learn, self.context)
+        return engine_for(self.settings, self.trace.header, self.machine, self.budget, learn, self.context, eviction)
 
     def __call__(self) -> dict[str, Any]:
-        """The record with counters and times. Raises TierMoeError: see `replay`."""
-        return {**self.record} | replay(
-            self.trace, self.settings, self.context, self.machine, self.budget, self.at_once, self.first, self.console,
-            self.arrivals, self.optimum,
-        )  # fmt: skip
+        """The record with counters and times.
+
+        Raises:
+            TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all experts, and all are
+                preloaded. ConfigError: unknown prefetch, or one that needs what the trace does not hold.
+        """
+        engine = self._engine(_optimum(self.trace) if self.optimum else None)
+        with progress_on(self.console if self.console is not None else Console(quiet=True)) as progress:
+            task = progress.add_task("replaying requests", total=self.trace.header.requests)
+            requests = self.trace.requests()
+            if self.first:
+                serve(engine, islice(requests, self.first), self.at_once, lambda: progress.advance(task))
+                engine.reset_stats()
+            served = serve(engine, requests, self.at_once, lambda: progress.advance(task), self.arrivals)
+        residency = [(layer.states, layer.uses) for layer in engine.cache.layer_residency()]
+        return {**self.record} | result(engine, served) | {"residency": residency}
 
 
 def _check_learn(learn: float | None) -> None:
@@ -301,48 +307,11 @@ def _check_learn(learn: float | None) -> None:
         raise ConfigError(f"--learn is {learn}", "give a share from 0 to below 1")
 
 
-def replay(
-    trace: Trace,
-    settings: PolicySettings,
-    context: PolicyContext,
-    machine: Machine,
-    budget: float | int,
-    at_once: int = 1,
-    first: int = 0,
-    console: Console | None = None,
-    arrivals: Iterable[Arrival] | None = None,
-    optimum: bool = False,
-) -> dict[str, Any]:
-    """Counters and times of a policy on a trace.
-
-    Args:
-        context: what policies are made from, without the eviction policy.
-        first: requests that are run and not counted, to learn from.
-        arrivals: of the others; None: a request arrives when there is room.
-        optimum: evict by the trace's future, in place of the policy's eviction; of one request after the other.
-
-    Raises:
-        TraceError: the trace is corrupt. BudgetError: it holds no expert, or not all experts, and all are preloaded.
-        ConfigError: unknown prefetch, or one that needs what the trace does not hold.
-    """
-    header, bound = trace.header, _optimum(trace) if optimum else None
-    engine = engine_for(settings, header, machine, budget, islice(trace.requests(), first or None), context, bound)
-    with progress_on(console if console is not None else Console(quiet=True)) as progress:
-        task = progress.add_task("replaying requests", total=header.requests)
-        requests = trace.requests()
-        if first:
-            serve(engine, islice(requests, first), at_once, lambda: progress.advance(task))
-            engine.reset_stats()
-        served = serve(engine, requests, at_once, lambda: progress.advance(task), arrivals)
-    residency = [(layer.states, layer.uses) for layer in engine.cache.layer_residency()]
-    return result(engine, served) | {"residency": residency}
-
-
 def engine_for(
     settings: PolicySettings,
     header: TraceHeader,
     machine: Machine,
-    budget: float | int,
+    budget: Budget,
     learn: Iterable[Request] = (),
     context: PolicyContext | None = None,
     eviction: EvictionPolicy | None = None,
@@ -350,7 +319,7 @@ def engine_for(
     """An engine of a preset at a trace's shape, with its experts loaded if the preset keeps all.
 
     Args:
-        budget: of each GPU; share (float) or bytes (int).
+        budget: of each GPU.
         learn: requests from which popularity and profile are counted, where the preset reads them.
         context: what policies are made from, without the eviction policy; None: that of the header.
         eviction: in place of the preset's.

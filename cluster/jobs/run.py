@@ -43,7 +43,7 @@ from .options import (
     DeploymentId,
     attached,
     checked_config,
-    refuse_runtime_options,
+    is_attached,
     with_options,
 )
 
@@ -103,12 +103,10 @@ def run_command(
     """Generate text for one prompt, on standard output; report time and bytes in a few lines, on standard error."""
     asked = Asked.of(generation_config, max_tokens, temperature, top_p, top_k, seed)
     report, text_out = Console(stderr=True), sys.stderr if as_json else stdout()
-    if attach is not None:
-        refuse_runtime_options(options | {"config": config, "trace": trace})
+    if is_attached(attach, deployment, options | {"config": config, "trace": trace}):
+        assert attach is not None
         text = _prompt_text(prompt, prompt_file)
         record = _run_attached(attach, deployment, text, asked, options.get("model"), text_out)
-    elif deployment is not None:
-        raise RequestError("--deployment names a runtime that is already running", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
         text, planned = _prompt_text(prompt, prompt_file), report if verbose else None

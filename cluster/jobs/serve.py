@@ -35,8 +35,8 @@ from .options import (
     attached,
     checked_config,
     help_of,
+    is_attached,
     option_of,
-    refuse_runtime_options,
     with_options,
 )
 from .up import Check, serve_until_ended
@@ -98,16 +98,14 @@ def serve_command(
         },
     )  # fmt: skip
     tls = _tls(ssl_certfile, ssl_keyfile, ssl_ca_certs)
-    if attach is not None:
-        refuse_runtime_options(options | {"config": config})
+    if is_attached(attach, deployment, options | {"config": config}):
+        assert attach is not None
         _check_files(server)
         folder = str(locate(options["model"])) if "model" in options else None
         _serve_attached(
             attach, deployment, server.model_copy(update={"tokenizer": folder}),
             _server_socket(host, port, tls, server),
         )  # fmt: skip
-    elif deployment is not None:
-        raise ConfigError("--deployment names a runtime that is already running", "pass --attach HOST:PORT with it")
     else:
         chosen = checked_config(config, options)
         _check_files(server)

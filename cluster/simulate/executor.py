@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ...actors.budget import Budget
 from ...actors.core._core import Routing
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.native_order import fast_eviction
@@ -40,8 +41,7 @@ from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.routing import Rerouting
 from ...actors.policy_settings import PolicySettings
-from ...actors.settings import budget_bytes, mixed_slots
-from ...actors.slot_budget import SlotSizes, divide
+from ...actors.slot_budget import SlotSizes, divide, mixed_slots
 from ...actors.store.artifacts import PolicyArtifacts
 from ...errors import ConfigError, TraceError
 from ...kernels.pack import PackedShape
@@ -80,7 +80,7 @@ def neurons_of(header: TraceHeader) -> int:
     return neurons
 
 
-def first_split(header: TraceHeader, policy: PolicySettings, budget: float | int) -> SplitLayout:
+def first_split(header: TraceHeader, policy: PolicySettings, budget: Budget) -> SplitLayout:
     """The split that a preset begins with.
 
     Raises:
@@ -135,7 +135,7 @@ class SimulatedEngine:
     """The expert engine of one simulated machine.
 
     Args:
-        budget: share (float) or bytes (int) of expert memory, of each GPU.
+        budget: of expert memory, of each GPU.
         check: check the cache's invariants after each layer.
 
     Attributes:
@@ -147,10 +147,10 @@ class SimulatedEngine:
     """
 
     def __init__(
-        self, header: TraceHeader, machine: Machine, budget: float | int, policies: Policies, check: bool = False
+        self, header: TraceHeader, machine: Machine, budget: Budget, policies: Policies, check: bool = False
     ) -> None:
         settings, keys, slot_bytes = policies.settings, header.layers * header.experts, header.slot_bytes
-        bought = budget_bytes(budget, slot_bytes, keys)
+        bought = budget.bytes_of(slot_bytes, keys)
         owners = owners_of(header, machine.gpus) if policies.others else [0] * keys
         slots, replicas, low_bit = min(bought // slot_bytes, owners.count(0)), None, settings.low_bit
         if low_bit is not None:
@@ -390,7 +390,7 @@ def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy
 
 
 def policies_of(
-    settings: PolicySettings, header: TraceHeader, machine: Machine, budget: float | int, eviction: EvictionPolicy,
+    settings: PolicySettings, header: TraceHeader, machine: Machine, budget: Budget, eviction: EvictionPolicy,
     prefetch: PrefetchPolicy | None, popularity: NDArray[np.int64] | None = None, profile: ExpertProfile | None = None,
 ) -> Policies:  # fmt: skip
     """What a preset decides by on a machine.

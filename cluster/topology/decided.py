@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...actors.budget import AutoBudget, ModelSizes, activation_bytes
+from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
 from ...actors.slot_budget import least_bytes
@@ -40,8 +40,8 @@ def decided(
         policy = chosen_policy(name)
         settings = settings.model_copy(update={"policy": policy})
         why = (f"the default policy is {policy.name} here: {reason}",)
-    if isinstance(settings.budget, AutoBudget) and (terms := _terms(config, settings, facts, nodes, here)).nbytes:
-        settings = settings.model_copy(update={"budget": terms})
+    if settings.budget.auto is not None and (terms := _terms(config, settings, facts, nodes, here)).nbytes:
+        settings = settings.model_copy(update={"budget": Budget(auto=terms)})
     return settings, why
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...actors.policies.sharding import owned_experts, spread_by_bytes
-from ...actors.settings import mixed_slots
+from ...actors.slot_budget import mixed_slots
 from ...errors import BudgetError, ConfigError
 from ..host import STORE_CPUS
 from ..report.tables import size
@@ -138,7 +138,7 @@ def plan_topology(spec: ClusterSpec, facts: ModelFacts, nodes: Sequence[NodeInfo
     """Place every actor.
 
     Raises:
-        BudgetError: the experts' budget does not fit the GPU, or is too small for what the policy preloads.
+        BudgetError: the experts' budget does not fit the GPU.
         ConfigError: a resource is short; the message says which, on which node, and by how much.
     """
     return _Planner(spec, facts, nodes, *_slots(spec, facts)).plan()
@@ -158,21 +158,7 @@ def _slots(spec: ClusterSpec, facts: ModelFacts) -> tuple[tuple[int, ...], int]:
         each, keys = spec.low_bit.replica_bytes, facts.layers * facts.experts
         fitting, low = mixed_slots(spec.budget_bytes, spec.slot_bytes, each, spec.low_bit.share, keys)
         low_bytes = low * each
-    if spec.preload and fitting < max(owned):
-        raise BudgetError(
-            f"policy '{spec.policy}' keeps all experts resident: {max(owned)} of {size(spec.slot_bytes)} on the "
-            f"fullest of {spec.shards} GPUs, {size(max(owned) * spec.slot_bytes)}; the budget of each is "
-            f"{size(spec.budget_bytes)}",
-            "raise --budget, raise cluster.shards, or choose a policy that loads on demand",
-        )
     slots = tuple(min(fitting, count) for count in owned)
-    hot = spec.ndp.hot_per_layer if spec.ndp is not None else None
-    if hot is not None and hot * facts.layers > sum(slots):
-        raise BudgetError(
-            f"policy '{spec.policy}' keeps {hot} experts in each of {facts.layers} layers, "
-            f"the budgets hold {sum(slots)}",
-            "raise --budget, or lower placement.hot_per_layer",
-        )
     lead_experts = slots[0] * spec.slot_bytes + low_bytes
     lead = spec.dense_bytes + spec.kv_bytes + lead_experts
     if spec.gpu and spec.gpu_memory_bytes is not None and lead > spec.gpu_memory_bytes:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from ...actors.budget import AutoBudget
 from ...actors.combinations import check_combination
 from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
 from ...actors.policies.sharding import Ownership
@@ -258,7 +257,7 @@ def cluster_spec(
         matcher=policy.maps is not None,
         low_bit=low_bit,
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,
-        auto=budget.in_terms if isinstance(budget := settings.budget, AutoBudget) else None,
+        auto=None if (auto := settings.budget.auto) is None else auto.in_terms,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from channel_peer import wait_until
 from serving import greedy, prepared, reference_greedy, serving
 
-from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget
+from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget, Budget
 from tiermoe.actors.engine.cuda.arena import CudaArena, CudaDriver, Pages
 from tiermoe.actors.settings import EngineSettings, KvSettings
 from tiermoe.cluster.config import default_model_dir, load_policy
@@ -112,12 +112,13 @@ def test_kv_cache_and_experts_share_it(
     store = prepared(default_model_dir(), tmp_path_factory.mktemp("shared") / "store")
     slot, token, limit = 3 * 256 * 64 * 4, 16 * 2 * 2 * 32 * 4, 1024
     kv = token * limit
-    budget = AutoBudget(
+    auto = AutoBudget(
         free=int((kv + MARGIN_BYTES + 32.5 * slot) / (1 - MARGIN_SHARE)), final=True, kv=kv, slot=slot, most=512 * slot,
         tokens=limit, chunk=64,
     )  # fmt: skip
     config = EngineSettings(
-        policy=load_policy("next-gate"), budget=budget, device=gpu.type, dtype="float32", integrity_checks=True,
+        policy=load_policy("next-gate"), budget=Budget(auto=auto), device=gpu.type, dtype="float32",
+        integrity_checks=True,
         kv=KvSettings(page_size=16, tokens=limit, max_batch_tokens=64, max_num_seqs=12),
     )  # fmt: skip
     prompts = heldout_prompts(default_model_dir(), 6, 40)

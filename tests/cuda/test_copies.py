@@ -13,6 +13,7 @@ import pytest
 import torch
 from cache_rigs import begin_layer, end_layer, run_layer
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.cache import ExpertCache
@@ -63,7 +64,8 @@ def cache_of(
     **copies: Any,
 ) -> ExpertCache:  # fmt: skip
     settings = EngineSettings(
-        policy=PolicySettings(name="test", lossless=True), budget=slots * shape.nbytes(dtype.itemsize), device="cuda",
+        policy=PolicySettings(name="test", lossless=True), device="cuda",
+        budget=Budget(nbytes=slots * shape.nbytes(dtype.itemsize)),
         copies=CopySettings(**copies),
     )  # fmt: skip
     return make_cache(settings, shape, weights, device, dtype, len(weights) * shape.num_experts)

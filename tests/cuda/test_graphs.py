@@ -10,6 +10,7 @@ import torch
 from serving import greedy, policy, prepared, serving
 from tiny_models import save_tiny_checkpoint
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.model.profile import Calls, device_calls
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, KvSettings
@@ -24,7 +25,8 @@ TOKENS = 24
 
 def _settings(mode: Any, of: PolicySettings, dtype: str = "float32") -> EngineSettings:
     return EngineSettings(
-        policy=of, budget=0.5, device="cuda", dtype=dtype, compile=mode, attention="triton", integrity_checks=True,
+        policy=of, budget=Budget(share=0.5), device="cuda", dtype=dtype, compile=mode, attention="triton",
+        integrity_checks=True,
         kv=KvSettings(page_size=16, num_blocks=64, max_num_seqs=4, prefix_cache=False),
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from serving import greedy, logits, policy, prepared, reference_greedy, serving_locally
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.settings import EngineSettings, KvSettings, NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
@@ -91,7 +92,7 @@ def _settings(preset: str, budget: float, target: torch.device, **more: Any) -> 
     more.setdefault("kv", KvSettings(page_size=32, num_blocks=64))
     more.setdefault("ndp", NdpSettings(hardware=asdict(load_hardware("cpu-ndp"))))
     return EngineSettings(
-        policy=load_policy(preset), budget=budget, device=target.type, integrity_checks=True, **more
+        policy=load_policy(preset), budget=Budget(share=budget), device=target.type, integrity_checks=True, **more
     )
 
 

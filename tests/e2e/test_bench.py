@@ -28,11 +28,12 @@ from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
 from tiermoe.cluster.jobs.bench.experiment import Experiment, experiment_files
 from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.run import run_experiment
-from tiermoe.cluster.jobs.bench.serving import own_store, run_config
+from tiermoe.cluster.jobs.bench.serving import own_store
 from tiermoe.cluster.jobs.bench.table import write_folder
+from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
+from tiermoe.cluster.jobs.profile import ProfileOptions
 from tiermoe.cluster.jobs.profile.collect_profile import profile_text
-from tiermoe.cluster.jobs.profile.profile_options import ProfileOptions
 from tiermoe.cluster.yaml_file import merged, read_yaml
 
 pytestmark = pytest.mark.slow

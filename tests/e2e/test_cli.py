@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.serving.scoring import score_with
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, serve, start_worker
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts, serve
+from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.cluster.jobs.record.record_command import read_prompts
 from tiermoe.cluster.prompt import encode_prompt, load_tokenizer
 from tiermoe.cluster.simulate.trace import Trace

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import traces
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.core._core import Clock
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted
@@ -35,7 +36,7 @@ def test_queueing_by_hand(trace: Trace) -> None:
 
     The second waits from 1 to 3; the third finds the device idle since 6.
     """
-    engine = SimulatedEngine(trace.header, FREE, 1.0, Policies(Lru()))
+    engine = SimulatedEngine(trace.header, FREE, Budget(share=1.0), Policies(Lru()))
     served = serve(engine, trace.requests(), 1, None, [Arrival(0), Arrival(1), Arrival(20)])
     assert served.wall_s == pytest.approx(23)
     assert served.queue_s == pytest.approx(2 / 3)
@@ -46,7 +47,7 @@ def test_queueing_by_hand(trace: Trace) -> None:
 
 def test_a_batch_admits_who_has_arrived(trace: Trace) -> None:
     """With room for two, the second joins at 1 s, when the first forward has ended."""
-    engine = SimulatedEngine(trace.header, FREE, 1.0, Policies(Lru()))
+    engine = SimulatedEngine(trace.header, FREE, Budget(share=1.0), Policies(Lru()))
     served = serve(engine, trace.requests(), 2, None, [Arrival(0), Arrival(0.5), Arrival(0.75)])
     assert served.queue_s == pytest.approx((0 + 0.5 + 2.25) / 3)  # the third waits until the first ends, at 3 s
     assert served.wall_s == pytest.approx(6)

@@ -17,6 +17,7 @@ from tiermoe.actors.budget import (
     MARGIN_BYTES,
     MARGIN_SHARE,
     AutoBudget,
+    Budget,
     ModelSizes,
     activation_bytes,
     in_words,
@@ -24,11 +25,11 @@ from tiermoe.actors.budget import (
 from tiermoe.actors.engine.cache.device import CpuDevice, settle_budget
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.gpu_driver import gpus_free_bytes
-from tiermoe.actors.settings import LinkSettings, budget_bytes
+from tiermoe.actors.settings import LinkSettings
 from tiermoe.cluster import config as configs
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import engine_settings, load_run_config
-from tiermoe.cluster.jobs.bench.serving import run_config
+from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.topology import inputs
 from tiermoe.cluster.topology.decided import decided
 from tiermoe.cluster.topology.spec import NodeInfo, cluster_spec
@@ -49,7 +50,7 @@ def test_what_is_left_is_for_experts() -> None:
         "free": 10 * GIB, "dense": GIB, "kv": 512 * MIB, "activations": 256 * MIB, "mapped": 0, "processes": 0,
         "margin": margin(10 * GIB), "experts": left,
     }  # fmt: skip
-    assert budget_bytes(found, 8 * MIB, 1 << 20) == left
+    assert Budget(auto=found).bytes_of(8 * MIB, 1 << 20) == left
     assert sum(found.terms.values()) == 2 * 10 * GIB
     assert TERMS.measured(200 * GIB).nbytes == 64 * GIB  # all experts
     shard = TERMS.measured(10 * GIB, lead=False)  # has neither dense weights nor a KV cache
@@ -86,9 +87,10 @@ def test_other_processes_of_a_gpu_count() -> None:
     device = CudaDevice(gpu)
     config = settings(TERMS.model_copy(update={"free": 24 * GIB}))  # what the driver assumed
     settled = settle_budget(config, device)
-    assert isinstance(settled.budget, AutoBudget)
-    assert settled.budget.terms["free"] == 15 * GIB
-    assert settled.budget.nbytes == 15 * GIB - GIB - 768 * MIB - margin(15 * GIB)
+    auto = settled.budget.auto
+    assert auto is not None
+    assert auto.terms["free"] == 15 * GIB
+    assert auto.nbytes == 15 * GIB - GIB - 768 * MIB - margin(15 * GIB)
     gpu.buffer(3 * MIB)
     gpu.pinned(MIB)  # of the host
     assert device.free_bytes() == 15 * GIB - 3 * MIB
@@ -112,14 +114,15 @@ def test_the_stand_in_shares_host_memory_with_the_run() -> None:
     config = load_run_config(None, {"budget": "auto", "device": "cpu", "threads": 1, "cluster": {"shards": 2}})
     nodes = [NodeInfo(name, name, True, {"CPU": 8, "memory": free * GIB}) for name, free in (("a", 64.0), ("b", 8.0))]
     found, _ = decided(config, engine_settings(config), FACTS, nodes, here=False)
-    assert isinstance(found.budget, AutoBudget)
-    terms = found.budget.terms
+    auto = found.budget.auto
+    assert auto is not None
+    terms = auto.terms
     assert (terms["free"], terms["mapped"]) == (8 * GIB, FACTS.all_bytes)
     assert terms["processes"] == 4 * 512 * MIB + GIB  # two workers, a store, the driver; Ray
-    assert found.budget.devices == 2
-    assert found.budget.nbytes == found.budget.most == 4 * 8 * FACTS.expert_elements * 4  # all fit, in float32
+    assert auto.devices == 2
+    assert auto.nbytes == auto.most == 4 * 8 * FACTS.expert_elements * 4  # all fit, in float32
     spec = cluster_spec(config, found, FACTS, nodes)
-    assert (spec.budget_bytes, spec.auto) == (found.budget.nbytes, found.budget.in_terms)
+    assert (spec.budget_bytes, spec.auto) == (auto.nbytes, auto.in_terms)
 
 
 def test_a_gpu_of_another_machine_needs_its_size() -> None:
@@ -128,8 +131,8 @@ def test_a_gpu_of_another_machine_needs_its_size() -> None:
     with pytest.raises(ConfigError, match="not known here"):
         decided(config, engine_settings(config), FACTS, nodes, here=False)
     config = load_run_config(None, {"budget": "auto", "threads": 1, "cluster": {"gpu_memory": "1GiB"}})
-    found = decided(config, engine_settings(config), FACTS, nodes, here=False)[0].budget
-    assert isinstance(found, AutoBudget)
+    found = decided(config, engine_settings(config), FACTS, nodes, here=False)[0].budget.auto
+    assert found is not None
     assert not found.final  # the worker asks its own
     assert in_words(found.terms, found.chunk, found.tokens).startswith("1.00 GiB free less ")
 
@@ -150,16 +153,15 @@ def test_nvidia_smi_says_what_is_free(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_it_is_the_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == 0.25
+    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == Budget(share=0.25)
     monkeypatch.setattr(configs, "has_gpu", lambda: True)
     monkeypatch.setattr(configs, "gpus_free_bytes", lambda: (GIB,))
-    assert engine_settings(load_run_config(None, {"threads": 1})).budget == AutoBudget()
-    assert engine_settings(load_run_config(None, {"threads": 1, "budget": "6GiB"})).budget == 6 * GIB
-    assert engine_settings(load_run_config(None, {"threads": 1, "budget": " Auto "})).budget == AutoBudget()
-    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == 0.25
-    assert engine_settings(run_config(None)).budget == 0.25  # of benchmarks: comparable between devices
+    assert engine_settings(load_run_config(None, {"threads": 1})).budget == Budget(auto=AutoBudget())
+    assert engine_settings(load_run_config(None, {"threads": 1, "budget": "6GiB"})).budget == Budget(nbytes=6 * GIB)
+    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == Budget(share=0.25)
+    assert engine_settings(run_config(None)).budget == Budget(share=0.25)  # of benchmarks: comparable between devices
     monkeypatch.setattr(configs, "gpus_free_bytes", lambda: ())
-    assert engine_settings(load_run_config(None, {"threads": 1})).budget == 0.25
+    assert engine_settings(load_run_config(None, {"threads": 1})).budget == Budget(share=0.25)
     with pytest.raises(BudgetError, match=r"'much'.*or auto$"):
         engine_settings(load_run_config(None, {"budget": "much"}))
 

@@ -26,7 +26,8 @@ from tiermoe.cluster.jobs.bench.metrics import (
     ratio,
     rows_of,
 )
-from tiermoe.cluster.jobs.bench.serving import overridden, run_config
+from tiermoe.cluster.jobs.bench.serving import overridden
+from tiermoe.cluster.jobs.local_worker import run_config
 
 
 def test_cases_take_turns_and_warm_up_rounds_do_not_count() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cache_rigs import SLOT_BYTES, TIMEOUT_S, Fixture, Make, caches
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
@@ -336,7 +337,7 @@ def test_a_gpu_without_room_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     """Guards against an error of torch's that names none of our settings."""
     shape = ExpertShape(num_experts=2, hidden=4, intermediate=4, gates=2, has_bias=False)
     weights = [LayerWeights(tuple(torch.zeros(one) for one in shape.stacked().values()))]
-    settings = EngineSettings(policy=PolicySettings(name="x", lossless=True), budget=shape.nbytes(4))
+    settings = EngineSettings(policy=PolicySettings(name="x", lossless=True), budget=Budget(nbytes=shape.nbytes(4)))
 
     def full(*_: object) -> SlotPool:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has 1 GiB free. And more. So.")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import traces
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.layer import Passed
 from tiermoe.actors.engine.split import Configuring, Recorder, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
@@ -18,7 +19,7 @@ from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import SplitOptions
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.cluster.jobs.replay import replay, replay_policy, with_prefetch
+from tiermoe.cluster.jobs.replay import Replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status_tables import configurator_rows
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, context_of, first_split, neurons_of
 from tiermoe.cluster.simulate.hit_rates import serve
@@ -231,11 +232,11 @@ def machine(gbps: float) -> Machine:
 class TestSimulated:
     def test_the_cut_adapts(self, trace: Trace) -> None:
         """A slow link: the configurator finds a better cut, and whatever it does slots and budget hold."""
-        cut = first_split(trace.header, POLICY, 0.5)
+        cut = first_split(trace.header, POLICY, Budget(share=0.5))
         assert cut.neurons == 16
         eviction = split_eviction(lambda: Lcp(one_layer=True), 4, 8)
         policies = Policies(eviction, split=cut, settings=POLICY)
-        engine = SimulatedEngine(trace.header, machine(1e-3), 0.5, policies, check=True)
+        engine = SimulatedEngine(trace.header, machine(1e-3), Budget(share=0.5), policies, check=True)
         served = serve(engine, trace.requests())
         found = engine.stats.configurator
         assert found is not None
@@ -253,7 +254,7 @@ class TestSimulated:
     @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
     def test_replay_of_a_preset_with_split_experts(self, trace: Trace, prefetch: str) -> None:
         policy = with_prefetch(POLICY, prefetch)
-        runs = [replay(trace, policy, context_of(trace.header), machine(1e-3), 0.5) for _ in range(2)]
+        runs = [Replay(trace, policy, context_of(trace.header), machine(1e-3), Budget(share=0.5))() for _ in range(2)]
         for run in runs:
             for own in ("record_s", "configure_s"):
                 run["configurator"].pop(own)
@@ -263,12 +264,12 @@ class TestSimulated:
 
     def test_refuses(self, trace: Trace) -> None:
         with pytest.raises(BudgetError, match=r"part of one of each of 4 layers: .*give at least 2304B"):
-            first_split(trace.header, POLICY, 768)
+            first_split(trace.header, POLICY, Budget(nbytes=768))
         with pytest.raises(TraceError, match="not of gated neurons"):
             neurons_of(traces.header())
         policy = replay_policy("moepic-no-cca", "expert-map")
         with pytest.raises(ConfigError, match="no order for the experts of one layer"):
-            replay(trace, with_prefetch(policy, "none"), context_of(trace.header), machine(1), 0.5)
+            Replay(trace, with_prefetch(policy, "none"), context_of(trace.header), machine(1), Budget(share=0.5))()
 
 
 def test_settings() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
 from tiermoe.actors.policies.eviction import Lru
@@ -151,4 +152,4 @@ def test_settings_that_do_not_go_together(values: dict[str, Any], message: str) 
 def test_several_shards_are_refused() -> None:
     policy = PolicySettings(**POLICY, split=SplitOptions(kind="fixed"))
     with pytest.raises(ConfigError, match="splits the experts of one GPU"):
-        check_combination(EngineSettings(policy=policy, budget=0.5, shards=ShardSettings(count=2)))
+        check_combination(EngineSettings(policy=policy, budget=Budget(share=0.5), shards=ShardSettings(count=2)))

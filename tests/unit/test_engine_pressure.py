@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from moe_stack import HIDDEN, Call, agrees, calls_of, engine_for, gate, make_case
 from torch import nn
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.model import model as operator
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings, budget_bytes
+from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.errors import BudgetError, RuntimeFailure
 
 
@@ -169,46 +170,46 @@ def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch: pytest.Monkey
     policy = PolicySettings(name="test", lossless=True, preload="all")
     with pytest.raises(RuntimeFailure, match="the mapping is gone"):
         ExpertEngine(
-            EngineSettings(policy=policy, budget=1.0, device="cpu"), case.shape, case.weights,
+            EngineSettings(policy=policy, budget=Budget(share=1.0), device="cpu"), case.shape, case.weights,
             [MoeBlock(nn.Module(), gate, "silu", None, None)], 2, CpuDevice(LinkSettings()), torch.float32,
         )  # fmt: skip
     assert (loader_threads(), len(operator._layers)) == before
 
 
 @pytest.mark.parametrize(
-    ("budget", "slot_bytes", "experts", "expected"),
+    ("given", "slot_bytes", "experts", "expected"),
     [
-        (0.7, 5676, 120, 84 * 5676),  # 0.7 * 120 * 5676 is a hair below the 84 slots
-        (1 / 3, 7, 3, 7),
-        (0.1 + 0.2, 1000, 10, 3000),
-        (0.29, 100, 100, 2900),
-        (1.0, 5676, 120, 120 * 5676),
-        (0.5, 10, 3, 15),  # a share may buy one slot and a half
-        (25, 10, 3, 25),
-        (10, 10, 3, 10),
+        ({"share": 0.7}, 5676, 120, 84 * 5676),  # 0.7 * 120 * 5676 is a hair below the 84 slots
+        ({"share": 1 / 3}, 7, 3, 7),
+        ({"share": 0.1 + 0.2}, 1000, 10, 3000),
+        ({"share": 0.29}, 100, 100, 2900),
+        ({"share": 1.0}, 5676, 120, 120 * 5676),
+        ({"share": 0.5}, 10, 3, 15),  # a share may buy one slot and a half
+        ({"nbytes": 25}, 10, 3, 25),
+        ({"nbytes": 10}, 10, 3, 10),
     ],
 )
-def test_budget_in_bytes(budget: float | int, slot_bytes: int, experts: int, expected: int) -> None:
-    assert budget_bytes(budget, slot_bytes, experts) == expected
+def test_budget_in_bytes(given: dict[str, float], slot_bytes: int, experts: int, expected: int) -> None:
+    assert Budget(**given).bytes_of(slot_bytes, experts) == expected
 
 
 @given(st.integers(1, 400), st.integers(1, 10**9), st.data())
 def test_a_share_loses_no_slot_and_no_byte(experts: int, slot_bytes: int, data: st.DataObject) -> None:
     """Guards the rounding of shares: a budget was one byte under the slots that it bought."""
     slots = data.draw(st.integers(1, experts))
-    assert budget_bytes(slots / experts, slot_bytes, experts) // slot_bytes == slots
+    assert Budget(share=slots / experts).bytes_of(slot_bytes, experts) // slot_bytes == slots
     share = data.draw(st.floats(1 / experts, 1.0))
-    held = budget_bytes(share, slot_bytes, experts)
+    held = Budget(share=share).bytes_of(slot_bytes, experts)
     assert int(share * experts) <= held // slot_bytes <= experts
     assert abs(held - share * experts * slot_bytes) <= 1 + 1e-9 * slot_bytes
 
 
 def test_a_budget_below_one_expert_names_a_share_that_holds_one() -> None:
     with pytest.raises(BudgetError, match=r"at least 100B, or a share of 0\.083334"):
-        budget_bytes(0.05, 100, 12)
-    assert budget_bytes(0.083334, 100, 12) == 100
+        Budget(share=0.05).bytes_of(100, 12)
+    assert Budget(share=0.083334).bytes_of(100, 12) == 100
     with pytest.raises(BudgetError, match="budget 99 B holds no expert"):
-        budget_bytes(99, 100, 12)
+        Budget(nbytes=99).bytes_of(100, 12)
 
 
 def test_a_kernel_that_raises_leaves_nothing_pinned() -> None:

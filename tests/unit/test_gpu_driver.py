@@ -19,7 +19,7 @@ from tiermoe.actors.gpu_driver import TorchBuild, check_gpu, driver_version, gpu
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import load_run_config
-from tiermoe.cluster.jobs.bench.serving import start_worker
+from tiermoe.cluster.jobs.local_worker import start_worker
 from tiermoe.cluster.jobs.options import checked_settings
 from tiermoe.errors import CheckpointError, ConfigError
 

@@ -19,7 +19,7 @@ from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.checkpoints import hub
 from tiermoe.cluster.checkpoints.hub_cache import Repository
 from tiermoe.cluster.config import check_model_dir, load_run_config
-from tiermoe.cluster.jobs.bench.serving import run_config
+from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.jobs.prepare import ensure_prepared
 from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.errors import CheckpointError, UnsupportedModelError

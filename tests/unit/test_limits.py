@@ -18,7 +18,7 @@ from tiermoe import LLM, limits
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import engine_settings, load_run_config, on_this_machine
 from tiermoe.cluster.host import cpu
-from tiermoe.cluster.jobs import doctor
+from tiermoe.cluster.jobs import devices, doctor
 from tiermoe.cluster.jobs.prepare.capture import load_model
 from tiermoe.cluster.topology.inputs import local_ray, this_machine
 from tiermoe.errors import ConfigError
@@ -144,7 +144,8 @@ def test_names_with_blanks_and_a_second_mount(root: Path) -> None:
 
 def test_doctor_and_plan_say_what_bounds_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_groups(root, "v2", "own", cores=1, memory=512 * MIB, used=112 * MIB)
-    monkeypatch.setattr(doctor, "host_copy_gbps", lambda: 10.0)
+    for module in (doctor, devices):
+        monkeypatch.setattr(module, "host_copy_gbps", lambda: 10.0)
     said = CliRunner().invoke(app, ["doctor"]).output
     assert "1 core (cpu.max of /system.slice/x.service)" in said
     assert "400.00 MiB free of 512.00 MiB (memory.max of /system.slice/x.service)" in said

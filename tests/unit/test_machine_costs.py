@@ -12,7 +12,7 @@ import pytest
 from tiny_models import TEXT
 
 from tiermoe.cluster.jobs.bench.random_model import MoeShape, save_random_model
-from tiermoe.cluster.jobs.bench.serving import run_config
+from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.jobs.measure_machine import (
     SMALL,
     Probe,

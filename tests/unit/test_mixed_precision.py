@@ -15,7 +15,7 @@ from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
 from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import mixed_slots
+from tiermoe.actors.slot_budget import mixed_slots
 from tiermoe.cluster.config import load_policy
 from tiermoe.errors import BudgetError
 

@@ -16,7 +16,8 @@ import torch
 
 from tiermoe.actors.engine.serving.scoring import score_with
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench.serving import heldout_prompts, run_config, start_worker
+from tiermoe.cluster.jobs.bench.serving import heldout_prompts
+from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 
 MOST = {"float32": 1e-4, "bfloat16": 1.5}  # of a log-probability, any token at any position
 MEAN_KL = {"float32": 1e-6, "bfloat16": 2e-3}

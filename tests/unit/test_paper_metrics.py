@@ -38,11 +38,11 @@ from tiermoe.cluster.jobs.bench.serving import (
     Calibration,
     Recorded,
     read_split,
-    run_config,
     split_prompts,
 )
 from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quality
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
+from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.errors import CheckpointError, ConfigError
 

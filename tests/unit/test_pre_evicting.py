@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from serving import policy
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
@@ -215,7 +216,7 @@ class TestWriteback:
         busy = []
         for writeback in (False, True):
             settings = PLAIN.model_copy(update={"evict_writeback": writeback})
-            engine = SimulatedEngine(header, step, 0.3, Policies(Lru(), settings=settings), check=True)
+            engine = SimulatedEngine(header, step, Budget(share=0.3), Policies(Lru(), settings=settings), check=True)
             engine.cache.preload(range(engine.stats.slots))
             forward(engine.cache, 1, 2, 3)
             total = engine.live_stats().total()
@@ -227,8 +228,8 @@ class TestWriteback:
 def replayed(trace: Trace, preset: str, budget: float = 0.4) -> tuple[EngineStats, float]:
     chosen, header = load_policy(preset), trace.header
     step = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
-    policies = policies_of(chosen, header, step, budget, eviction_of(chosen, header), None)
-    engine = SimulatedEngine(header, step, budget, policies)
+    policies = policies_of(chosen, header, step, Budget(share=budget), eviction_of(chosen, header), None)
+    engine = SimulatedEngine(header, step, Budget(share=budget), policies)
     tpot_s = serve(engine, trace.requests()).tpot_s
     return engine.live_stats(), tpot_s
 
@@ -277,7 +278,8 @@ def test_settings_that_do_not_go_together(changes: dict[str, Any], message: str)
 
 
 def test_several_gpus_are_refused() -> None:
-    chosen = EngineSettings(policy=load_policy("activeevict-lossless"), budget=0.5, shards=ShardSettings(count=2))
+    two, half = ShardSettings(count=2), Budget(share=0.5)
+    chosen = EngineSettings(policy=load_policy("activeevict-lossless"), budget=half, shards=two)
     with pytest.raises(ConfigError, match="one GPU"):
         check_combination(chosen)
     check_combination(chosen.model_copy(update={"policy": policy()}))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import traces
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchPolicy, RandomPrefetch
 from tiermoe.actors.policies.prefetch_trials import DecodeForward, PrefetchTrials
@@ -94,7 +95,8 @@ def test_a_simulated_engine_decides(tmp_path: Path, policy: PrefetchPolicy, gbps
     traces.write(tmp_path / "t", traces.header(experts=16), [[1, 2]], decodes=150)
     trace, tested = Trace(tmp_path / "t"), PrefetchTrials(first=32)
     machine = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps, load_s=1e-5)
-    engine = SimulatedEngine(trace.header, machine, 36_000, Policies(Lru(), policy, trials=tested), check=True)
+    policies = Policies(Lru(), policy, trials=tested)
+    engine = SimulatedEngine(trace.header, machine, Budget(nbytes=36_000), policies, check=True)
     serve(engine, trace.requests())
     assert engine.stats.prefetch_trials is tested.result
     assert tested.result.trials == 1
@@ -112,8 +114,8 @@ def test_presets_of_the_user_adapt(tmp_path: Path, preset: str, adapts: bool) ->
         header = Trace(tmp_path / "t").header
         machine = Machine(name="tiny", **traces.COSTS.model_dump())
         policy = NextGatePrefetch(3, 6, 2)
-        policies = policies_of(settings, header, machine, 0.5, eviction_of(settings, header), policy)
-        engine = SimulatedEngine(header, machine, 0.5, policies)
+        policies = policies_of(settings, header, machine, Budget(share=0.5), eviction_of(settings, header), policy)
+        engine = SimulatedEngine(header, machine, Budget(share=0.5), policies)
         assert (engine.stats.prefetch_trials is not None) is adapts
 
 

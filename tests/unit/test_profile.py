@@ -25,10 +25,10 @@ from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.jobs.prepare import capture, prepare
 from tiermoe.cluster.jobs.prepare.calibration import Windows
+from tiermoe.cluster.jobs.profile import ProfileOptions
 from tiermoe.cluster.jobs.profile import collect_profile as collect
 from tiermoe.cluster.jobs.profile.collect_profile import Collector, Partial, profile_text, profile_trace
 from tiermoe.cluster.jobs.profile.profile_options import (
-    ProfileOptions,
     alikeness,
     size_distributions,
     size_table,

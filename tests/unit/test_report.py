@@ -18,6 +18,7 @@ from fakes import FAKE_FACTS, FakeWorker, fake_plan
 from rich.console import Console
 from safetensors.numpy import save_file
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.cluster.attach import actor_records
@@ -43,7 +44,9 @@ from tiermoe.cluster.topology.estimate import make_plan
 from tiermoe.cluster.topology.spec import NodeInfo
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure, StoreError
 
-_SETTINGS = EngineSettings(policy=load_policy("next-gate"), budget=0.25, link=LinkSettings(gbps=16, latency_us=10))
+_SETTINGS = EngineSettings(
+    policy=load_policy("next-gate"), budget=Budget(share=0.25), link=LinkSettings(gbps=16, latency_us=10)
+)
 
 
 def _text(*tables: object, width: int = 200) -> str:

@@ -18,6 +18,7 @@ import torch
 import traces
 from cache_rigs import begin_layer
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
@@ -364,7 +365,7 @@ def test_who_runs_on_a_replica(mixed: Mixed) -> None:
 def test_several_gpus_are_refused() -> None:
     policy = PolicySettings(name="x", lossless=False, on_miss="low-bit")
     with pytest.raises(ConfigError, match="memory of one GPU"):
-        check_combination(EngineSettings(policy=policy, budget=0.5, shards=ShardSettings(count=2)))
+        check_combination(EngineSettings(policy=policy, budget=Budget(share=0.5), shards=ShardSettings(count=2)))
 
 
 @pytest.mark.parametrize("prefetch", ["none", "next-gate"])
@@ -383,8 +384,8 @@ def test_simulated(prefetch: str, tmp_path: Path) -> None:
         )  # fmt: skip
         machine = Machine(name="m", link_gbps=0.05, **traces.COSTS.model_dump())
         prefetching = policy.make_prefetch(PolicyContext(3, 16, 4))
-        policies = policies_of(policy, header, machine, 0.4, eviction_of(policy, header), prefetching)
-        engine = SimulatedEngine(header, machine, 0.4, policies, check=True)
+        policies = policies_of(policy, header, machine, Budget(share=0.4), eviction_of(policy, header), prefetching)
+        engine = SimulatedEngine(header, machine, Budget(share=0.4), policies, check=True)
         served = serve(engine, trace.requests())
         stats = engine.live_stats()
         total = stats.total()

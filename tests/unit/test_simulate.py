@@ -18,6 +18,7 @@ from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.core import _core
 from tiermoe.actors.policies.cost import Link
 from tiermoe.actors.policies.eviction import Lru
@@ -118,7 +119,7 @@ def test_queued_copies_can_be_cancelled_and_promoted() -> None:
 
 def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
     """TTFT is the prompt's forward, TPOT a forward of one row; a second request does not wait for the first."""
-    engine = SimulatedEngine(trace.header, machine(), 1.0, Policies(Lru()), check=True)
+    engine = SimulatedEngine(trace.header, machine(), Budget(share=1.0), Policies(Lru()), check=True)
     engine.cache.preload(range(18))
     request = list(trace.requests())[1]  # one prompt token, then three
     served = serve(engine, [request])
@@ -131,7 +132,7 @@ def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
 
 
 def test_prefill_rows_cost_what_the_machine_says(trace: Trace) -> None:
-    engine = SimulatedEngine(trace.header, machine(), 1.0, Policies(Lru()))
+    engine = SimulatedEngine(trace.header, machine(), Budget(share=1.0), Policies(Lru()))
     engine.cache.preload(range(18))
     (step, *_) = next(trace.requests()).iterations
     engine.forward([("a", step)])
@@ -144,7 +145,8 @@ def test_prefill_rows_cost_what_the_machine_says(trace: Trace) -> None:
 
 def test_a_miss_blocks_for_its_copy(trace: Trace) -> None:
     """Everything absent, slots for all: each layer waits for two copies, less what its experts' computing hides."""
-    engine = SimulatedEngine(trace.header, machine(gbps=1e-3), 1.0, Policies(Lru()), check=True)  # 1 ms a copy
+    slow = machine(gbps=1e-3)  # 1 ms a copy
+    engine = SimulatedEngine(trace.header, slow, Budget(share=1.0), Policies(Lru()), check=True)
     engine.forward([("a", list(trace.requests())[1].iterations[0])])
     # per layer: wait 1 ms, run one for 0.2 ms while the second is copied, wait 0.8 ms, run the second
     total = engine.live_stats().total()
@@ -158,7 +160,7 @@ def test_a_miss_blocks_for_its_copy(trace: Trace) -> None:
 def test_the_host_spends_time_on_misses_loads_and_waits(trace: Trace) -> None:
     """As above, with 0.1 ms for a layer's miss and 0.05 for each load, while the copy runs, and 0.2 after each wait."""
     costs = machine(gbps=1e-3).model_copy(update={"miss_s": 1e-4, "load_s": 5e-5, "wait_s": 2e-4})
-    engine = SimulatedEngine(trace.header, costs, 1.0, Policies(Lru()), check=True)
+    engine = SimulatedEngine(trace.header, costs, Budget(share=1.0), Policies(Lru()), check=True)
     step = list(trace.requests())[1].iterations[0]
     engine.forward([("a", step)])
     # per layer: 0.2 ms of host and a wait of 0.8, 0.2 late, one runs for 0.2, a wait of 0.6, 0.2 late, the other
@@ -173,7 +175,8 @@ def test_a_perfect_gate_hits_and_synchronous_waiting_counts(trace: Trace) -> Non
     figures = {}
     for synchronous in (False, True):
         policy = NextGatePrefetch(3, 6, 2, distance=1, synchronous=synchronous)
-        engine = SimulatedEngine(trace.header, machine(gbps=2e-3), 0.5, Policies(Lru(), policy), check=True)
+        half, slow = Budget(share=0.5), machine(gbps=2e-3)
+        engine = SimulatedEngine(trace.header, slow, half, Policies(Lru(), policy), check=True)
         figures[synchronous] = result(engine, serve(engine, trace.requests()))
     for found in figures.values():
         later = found["layers"][1:]
@@ -189,7 +192,8 @@ def test_a_perfect_gate_hits_and_synchronous_waiting_counts(trace: Trace) -> Non
 
 def test_whole_layers_on_demand_bring_every_expert(trace: Trace) -> None:
     engine = SimulatedEngine(
-        trace.header, machine(gbps=1.0), 6000, Policies(Lru(), LayerwisePrefetch(3, 6, 0, synchronous=True)), check=True
+        trace.header, machine(gbps=1.0), Budget(nbytes=6000),
+        Policies(Lru(), LayerwisePrefetch(3, 6, 0, synchronous=True)), check=True,
     )
     served = serve(engine, trace.requests())
     total = engine.live_stats().total()
@@ -203,7 +207,8 @@ def test_a_governor_rests_a_policy_that_guesses_badly(tmp_path: Path) -> None:
     strict = PolicySettings(name="x", lossless=True, prefetch={"kind": "popularity", "min_useful": 1.0})  # type: ignore[arg-type]
     engine, always = (
         SimulatedEngine(
-            trace.header, machine(gbps=1.0), 4000, Policies(Lru(), PopularityPrefetch(3, 6, 2), settings=settings)
+            trace.header, machine(gbps=1.0), Budget(nbytes=4000),
+            Policies(Lru(), PopularityPrefetch(3, 6, 2), settings=settings),
         )
         for settings in (strict, PLAIN)
     )
@@ -214,7 +219,8 @@ def test_a_governor_rests_a_policy_that_guesses_badly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2, 9])
 def test_requests_share_forwards(trace: Trace, at_once: int) -> None:
-    engine = SimulatedEngine(trace.header, machine(), 1.0, Policies(Lru(), NextGatePrefetch(3, 6, 2)), check=True)
+    policies = Policies(Lru(), NextGatePrefetch(3, 6, 2))
+    engine = SimulatedEngine(trace.header, machine(), Budget(share=1.0), policies, check=True)
     ended: list[int] = []
     served = serve(engine, trace.requests(), at_once, lambda: ended.append(1))
     assert (served.requests, len(ended), served.tokens, served.generated) == (4, 4, 10 + 12, 16)
@@ -224,7 +230,7 @@ def test_requests_share_forwards(trace: Trace, at_once: int) -> None:
 
 def test_a_budget_without_room_is_refused(trace: Trace) -> None:
     with pytest.raises(BudgetError):
-        SimulatedEngine(trace.header, machine(), 10, Policies(Lru()))
+        SimulatedEngine(trace.header, machine(), Budget(nbytes=10), Policies(Lru()))
 
 
 def test_recall_of_a_perfect_gate_is_one(trace: Trace) -> None:
@@ -340,7 +346,7 @@ def test_attention_grows_with_the_context() -> None:
     grows = machine().model_copy(update={"context_s": 0.5})
     times = []
     for step in (machine(), grows):
-        engine = SimulatedEngine(shape, step, 1.0, Policies(Lru()))
+        engine = SimulatedEngine(shape, step, Budget(share=1.0), Policies(Lru()))
         for tokens in ([1, 2, 3], [4], [5]):
             rows = traces.rows_of(shape, tokens, np.random.default_rng(0))
             part = Iteration(decode=len(tokens) == 1, embedding=np.zeros(4, np.float32), **vars(rows))

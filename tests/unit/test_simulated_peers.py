@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import traces
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.policies.cost import NdpProfile, Work, expert_cost, load_s
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy
-from tiermoe.cluster.jobs.replay import replay
+from tiermoe.cluster.jobs.replay import Replay
 from tiermoe.cluster.simulate.executor import (
     Policies,
     SimulatedEngine,
@@ -29,6 +30,7 @@ from tiermoe.errors import ConfigError
 
 SLOT = 1000
 DEVICE = NdpProfile("d", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 1.0)
+HALF, QUARTER = Budget(share=0.5), Budget(share=0.25)
 
 
 def step(header: TraceHeader, ids: list[int], rows: int = 1) -> Iteration:
@@ -49,8 +51,9 @@ def machine(**changes: object) -> Machine:
 def engine_of(
     settings: PolicySettings, header: TraceHeader, box: Machine, budget: float, counts: np.ndarray | None = None
 ) -> SimulatedEngine:
-    policies = policies_of(settings, header, box, budget, eviction_of(settings, header), None, popularity=counts)
-    return SimulatedEngine(header, box, budget, policies)
+    share = Budget(share=budget)
+    policies = policies_of(settings, header, box, share, eviction_of(settings, header), None, popularity=counts)
+    return SimulatedEngine(header, box, share, policies)
 
 
 def test_two_gpus_load_over_their_own_links() -> None:
@@ -77,7 +80,7 @@ def test_prefetch_goes_to_the_owner(tmp_path: Path) -> None:
     found = {}
     for name in ("on-demand", "mixtral-offloading"):
         settings = load_policy(name)
-        found[name] = replay(trace, settings, context_of(header), machine(gpus=2, dense_s=5.0), 0.25)
+        found[name] = Replay(trace, settings, context_of(header), machine(gpus=2, dense_s=5.0), QUARTER)()
     assert found["mixtral-offloading"]["bytes_loaded_prefetch"] > 0
     assert found["mixtral-offloading"]["hit_rate"] > found["on-demand"]["hit_rate"]
     assert found["mixtral-offloading"]["virtual_s"] < found["on-demand"]["virtual_s"]
@@ -128,7 +131,7 @@ def test_context_placement_and_monde_replay(tmp_path: Path) -> None:
     trace, tpot = Trace(tmp_path / "t"), {}
     box = machine(link_gbps=1e-4, expert_s=1e-9, expert_row_s=0, ndp=DEVICE)
     for name in ("context-ndp-full", "context-ndp-3bit", "context-ndp-2bit", "monde"):
-        record = replay(trace, load_policy(name), context_of(header), box, 0.5)
+        record = Replay(trace, load_policy(name), context_of(header), box, HALF)()
         tpot[name] = record["tpot_s"]
         assert record["ndp_experts"] > 0
         assert record["migrations"] == (0 if name == "monde" else 2)
@@ -145,7 +148,7 @@ def test_rules_of_other_systems_replay(name: str, tmp_path: Path) -> None:
     copy_s, box = 960 / 1e6, machine(link_gbps=1e-3, expert_s=1e-9, expert_row_s=0, dense_s=4e-3, ndp=DEVICE)
     near_s = expert_cost(DEVICE, Work(header.hidden, neurons_of(header), 1)).total_s
     assert near_s < copy_s
-    record = replay(trace, settings, context_of(header), box, 0.5)
+    record = Replay(trace, settings, context_of(header), box, HALF)()
     assert record["ndp_experts"] > 0
     if name == "llama-cpp-cache":
         assert record["bytes_loaded_demand"] == 0 < record["bytes_loaded_prefetch"]
@@ -155,14 +158,14 @@ def test_rules_of_other_systems_replay(name: str, tmp_path: Path) -> None:
     else:
         assert record["bytes_loaded_prefetch"] > 0
     with pytest.raises(ConfigError, match="has none"):
-        replay(trace, settings, context_of(header), machine(), 0.5)
+        Replay(trace, settings, context_of(header), machine(), HALF)()
 
 
 def test_one_gpu_is_as_without_peers(tmp_path: Path) -> None:
     header = traces.header(layers=3, experts=6, slot_bytes=SLOT)
     traces.write(tmp_path / "t", header, [[1, 2], [3]])
     trace, settings = Trace(tmp_path / "t"), load_policy("on-demand")
-    plain = SimulatedEngine(header, machine(), 0.5, Policies(Lru()))
+    plain = SimulatedEngine(header, machine(), Budget(share=0.5), Policies(Lru()))
     made = engine_of(settings, header, machine(), 0.5)
     assert serve(plain, trace.requests()) == serve(made, trace.requests())
 
@@ -176,7 +179,7 @@ def test_prompts_near_data_and_placement_again(tmp_path: Path) -> None:
     preset = load_policy("context-ndp-full")
     for label, changes in (("gpu", {}), ("ndp", {"prompts": "ndp"}), ("renew", {"prompts": "ndp", "renew": 3})):
         settings = preset.model_copy(update={"placement": preset.placement.model_copy(update=changes)})
-        found[label] = replay(trace, settings, context_of(header), box, 0.5)
+        found[label] = Replay(trace, settings, context_of(header), box, HALF)()
     assert found["gpu"]["bytes_loaded_demand"] > 0 == found["ndp"]["bytes_loaded_demand"]
     assert 8 * 960 <= found["ndp"]["bytes_loaded_migration"] < 2 * 8 * 960
     assert found["ndp"]["migrations"] == 2
@@ -201,7 +204,7 @@ def test_missing_experts_are_replaced_or_left_out(rule: str, tmp_path: Path) -> 
     assert profile.activations.sum() == trace.header.layers * trace.header.rows * trace.header.top_k
     for name in ("original", rule):
         settings = load_policy(name)
-        found[name] = replay(trace, settings, context_of(header), machine(expert_s=0.01, expert_row_s=0), 0.5)
+        found[name] = Replay(trace, settings, context_of(header), machine(expert_s=0.01, expert_row_s=0), HALF)()
     counted = found[rule]
     assert (counted["substitutions"] > 0) == (rule != "drop")
     assert (counted["dropped"] > 0) == (rule == "drop")
@@ -217,7 +220,7 @@ def test_monde_without_a_cache_forgets_what_it_loaded(tmp_path: Path) -> None:
     box = machine(link_gbps=1.0, expert_s=1e-9, expert_row_s=0, ndp=DEVICE)
     for kept in (None, 0):
         values = load_policy("monde").model_dump() | {"placement": {"kind": "monde", "hot_per_layer": kept}}
-        hits[kept] = replay(trace, PolicySettings(**values), context_of(header), box, 1.0)["hits"]
+        hits[kept] = Replay(trace, PolicySettings(**values), context_of(header), box, Budget(share=1.0))()["hits"]
     assert hits[None] > 0 == hits[0]
     with pytest.raises(ValueError, match="keeps what it loads, or nothing"):
         PolicySettings(**values | {"placement": {"kind": "monde", "hot_per_layer": 2}})

@@ -10,6 +10,7 @@ import pytest
 from topology_cases import a_node
 
 from tiermoe.actors import gpu_driver
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.settings import EngineSettings
 from tiermoe.actors.slot_budget import SlotSizes, divide, least_bytes, least_share
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config, policy_names
@@ -94,11 +95,11 @@ def test_the_least_is_the_least(name: str, layers: int, experts: int, slot: int)
     sizes = SlotSizes(layers, experts, slot, 48, min(4, experts), replica)
     least = least_bytes(policy, sizes)
     assert least is not None
-    assert divide(policy, least, sizes).budget == least
+    assert divide(policy, Budget(nbytes=least), sizes).budget == least
     with pytest.raises(BudgetError, match=f"give at least {least}B"):
-        divide(policy, least - 1, sizes)
+        divide(policy, Budget(nbytes=least - 1), sizes)
     if (share := least_share(least, slot, sizes.keys)) is not None:
-        assert divide(policy, share, sizes).slots >= 1
+        assert divide(policy, Budget(share=share), sizes).slots >= 1
 
 
 def test_hot_experts_of_each_gpu_count() -> None:

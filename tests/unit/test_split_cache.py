@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, PendingSegment, SharedPending, SlotPool
@@ -187,7 +188,7 @@ def simulated(trace: Trace, cut: SplitLayout, prefetch: bool, gbps: float | None
     gate = NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None
     policies = Policies(split_eviction(Lru, header.layers, header.experts), gate, split=cut)
     machine = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps)
-    return SimulatedEngine(header, machine, 1.0, policies, check=True)
+    return SimulatedEngine(header, machine, Budget(share=1.0), policies, check=True)
 
 
 def test_the_simulator_runs_a_cut(tmp_path: Path) -> None:

@@ -320,21 +320,12 @@ def test_it_says_what_is_short_where_and_by_how_much(nodes: list[NodeInfo], chan
     ("changes", "says"),
     [
         ({"gpu_memory_bytes": 1000}, "the lead needs 1.20 KiB of GPU memory .*: short of 232 B"),
-        ({"preload": True}, "keeps all experts resident: 32 of 192 B on the fullest of 1 GPUs"),
-        ({"ndp": replace(NDP, hot_per_layer=2)}, "keeps 2 experts in each of 4 layers, the budgets hold 4"),
         ({"low_bit": _LOW_BIT, "budget_bytes": 200}, "does not hold an expert in full"),
     ],
 )
 def test_a_budget_that_does_not_fit(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(BudgetError, match=says):
         plan([a_node("a", CPU=9, GPU=1, ndp=1)], **changes)
-
-
-def test_all_resident_needs_each_gpus_share_only() -> None:
-    nodes = [a_node("a", CPU=9, GPU=4)]
-    assert plan(nodes, shards=4, preload=True, budget_bytes=8 * 192).lead.nbytes.slots == 8 * 192
-    with pytest.raises(BudgetError, match="8 of 192 B on the fullest of 4 GPUs"):
-        plan(nodes, shards=4, preload=True, budget_bytes=8 * 192 - 1)
 
 
 def test_hardware_is_named_assumed_until_all_of_it_is_given() -> None:

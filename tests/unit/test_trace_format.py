@@ -16,6 +16,7 @@ import torch
 import traces
 from safetensors.numpy import load, save
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
@@ -210,7 +211,7 @@ def test_a_profile_of_too_many_experts_is_refused() -> None:
 def test_counts_of_pairs_for_a_split_are_refused_before_they_are_made() -> None:
     """Guards 32 GiB a layer for a trace that names expert 65,535."""
     with pytest.raises(TraceError, match=r"pairs of 65536 experts in 1 layers take 64\.00 GiB; take a policy without"):
-        first_split(traces.header(1, 65536), replay_policy("moepic", None), 0.25)
+        first_split(traces.header(1, 65536), replay_policy("moepic", None), Budget(share=0.25))
 
 
 def test_a_trace_allocates_no_more_expert_maps_than_it_has_forwards(tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def test_simulated_counters_equal_the_engine_s(recorded: tuple[Path, Path, dict]
     machine = Machine(
         name="any", forward_s=1e-3, dense_s=1e-4, dense_row_s=1e-6, expert_s=1e-4, expert_row_s=1e-6, link_gbps=gbps
     )
-    engine = SimulatedEngine(trace.header, machine, BUDGET, Policies(Lru()), check=True)
+    engine = SimulatedEngine(trace.header, machine, Budget(share=BUDGET), Policies(Lru()), check=True)
     figures = result(engine, serve(engine, trace.requests()))
     assert counted["misses"] > 0
     assert counted["hits"] > 0

@@ -9,6 +9,7 @@ import pytest
 import traces
 from commands import Command
 
+from tiermoe.actors.budget import Budget
 from tiermoe.actors.policies.eviction import Lru
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import hit_rates, policies, result, serve
@@ -126,7 +127,7 @@ def test_a_replay_s_hits_by_phase(tmp_path: Path) -> None:
     traces.write(tmp_path / "t", traces.header(), [[1, 2, 3], [4, 5]], decodes=6)
     trace = Trace(tmp_path / "t")
     machine = Machine(name="any", **traces.COSTS.model_dump(), link_gbps=1e-2)
-    engine = SimulatedEngine(trace.header, machine, 0.5, Policies(Lru()))
+    engine = SimulatedEngine(trace.header, machine, Budget(share=0.5), Policies(Lru()))
     figures = result(engine, serve(engine, trace.requests()))
     routing = routing_of(trace.header, trace.requests())
     needs = routing.decode.sum() * 3 * 2

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from ....limits import host_free_bytes
 from ....proto.options import Supply
-from ...budget import AutoBudget
+from ...budget import Budget
 from ...settings import CopySettings, EngineSettings, LinkSettings
 
 if TYPE_CHECKING:
@@ -320,9 +320,9 @@ def settle_budget(settings: EngineSettings, device: Device, lead: bool = True) -
     Raises:
         BudgetError: too little is free; the message has every term.
     """
-    if not isinstance(settings.budget, AutoBudget):
+    if settings.budget.auto is None:
         return settings
-    budget = settings.budget.measured(device.free_bytes(), lead)
-    if budget.nbytes:  # or it is refused
-        settings = settings.model_copy(update={"budget": budget})
+    auto = settings.budget.auto.measured(device.free_bytes(), lead)
+    if auto.nbytes:  # or it is refused
+        settings = settings.model_copy(update={"budget": Budget(auto=auto)})
     return settings

@@ -26,8 +26,9 @@ from ...config import RunConfig
 from ...report.files import write_json
 from ...report.results import refused_row
 from ..evaluate.quality import EvaluationOptions
+from ..local_worker import start_worker
 from .metrics import Measures, ratio
-from .serving import Prompt, ensure_artifacts, own_store, serve, start_worker
+from .serving import Prompt, ensure_artifacts, own_store, serve
 
 _WARM_UP_TOKENS = 8  # of the first prompt, if the experiment names no warm-up
 _FORMAT = 2  # of the journal

@@ -16,9 +16,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from ....actors.base_settings import Settings
+from ....actors.budget import Budget
 from ....actors.policy_settings import PolicySettings
 from ....errors import ConfigError
-from ...config import chosen_policy, configs_dir, parse_budget
+from ...config import chosen_policy, configs_dir
 from ...yaml_file import explain, merged, read_yaml
 from ..evaluate.quality import EvaluationOptions
 from .clone import benchmarks_dir, load
@@ -495,7 +496,7 @@ def _check(experiment: Experiment) -> None:
             variant.policy(work.tau)
     require_each_once(_named(names, "grid.budgets"), grid.budgets)
     for budget in (*grid.budgets, *(b for section in experiment.sections for b in section.budgets or ())):
-        parse_budget(budget)
+        Budget.parse(budget)
     if experiment.needs_model and not grid.links and grid.link is None:
         require_each_once(_named(names, "grid.ratios", "grid.links"), grid.ratios)
     if len(set(grid.links)) < len(grid.links):

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ....actors.budget import AutoBudget
+from ....actors.budget import Budget
 from ....actors.gpu_driver import has_gpu
 from ....errors import ConfigError, rebuilt, size
 from ...config import (
@@ -24,11 +24,11 @@ from ...config import (
     check_model_dir,
     engine_settings,
     on_this_machine,
-    parse_budget,
 )
 from ...host import cpu, versions
 from ...report.results import measured_rows, percentiles
 from ...simulate.machine import Machine, load_machine, without_ndp
+from ..local_worker import run_config, start_worker
 from ..prepare.measures import add_predictors_of_trace
 from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
@@ -56,10 +56,8 @@ from .serving import (
     own_store,
     prompts_of_file,
     record_split,
-    run_config,
     shape_of,
     split_prompts,
-    start_worker,
 )
 
 _QUALITY = ("perplexity_ratio", "top1_agreement", "kl_nats", "same_tokens")
@@ -207,10 +205,9 @@ def _made(experiment: Experiment, random: NamedModel, progress: Progress | None)
     """The folder of a random model, after a look at what its experts and the slots of all workers of a cell take."""
     for section in experiment.running:
         for budget in section.budgets or experiment.grid.budgets if section.executor == "engine" else ():
-            share = parse_budget(budget)
-            if not isinstance(share, AutoBudget):
-                held = share if isinstance(share, float) else min(1.0, share / random.expert_bytes)
-                random.require_memory(len(section.variants) if section.serve else 1, held)
+            given = Budget.parse(budget)
+            held = given.bytes_of(1, random.expert_bytes) / random.expert_bytes
+            random.require_memory(len(section.variants) if section.serve else 1, min(1.0, held))
     if progress is not None:
         what = f"{random.name}: {random.layers} layers of random weights in {random.form}"
         progress.console.print(f"{what}, {size(random.expert_bytes)} of experts", markup=False, soft_wrap=True)

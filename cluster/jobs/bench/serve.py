@@ -25,9 +25,10 @@ from ....errors import RuntimeFailure
 from ...prompt import load_tokenizer
 from ...report.results import percentiles
 from ...report.tables import show
+from ..local_worker import run_config
 from .cases import Serve
 from .metrics import Bar, Case, Measures, Report, Spread, interleaved, median_ratio
-from .serving import heldout_prompts, run_config
+from .serving import heldout_prompts
 
 PEER, INSTALL = "transformers", "pip install 'transformers[serving]' accelerate"
 LATENCY_US = 10.0  # of each copy on our emulated link

@@ -17,30 +17,24 @@ from typing import Any
 
 from rich.progress import Progress
 
-from ....actors.budget import AutoBudget
 from ....actors.policies.cost import Link, load_s
 from ....actors.policy_settings import PolicySettings
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import LinkSettings
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
-from ...checkpoints.hub import located
 from ...config import (
-    DEFAULT_BUDGET,
-    DEFAULT_POLICY,
     RunConfig,
     engine_settings,
     load_policy,
     load_run_config,
-    on_this_machine,
 )
 from ...prompt import check_length, load_model_config, load_tokenizer
 from ...simulate.machine import Machine
 from ...simulate.trace import Request, Trace, TraceHeader
-from ...topology.decided import decided
-from ...topology.inputs import facts_of_store, local_ray, this_machine
 from ..evaluate.text import load_heldout
+from ..local_worker import start_worker
 from ..prepare import ensure_replicas
-from ..prepare.needs import add_missing, check_artifacts, prepared_store
+from ..prepare.needs import add_missing, prepared_store
 from .metrics import Measures, advancing
 
 Prompt = tuple[int, ...]
@@ -53,18 +47,6 @@ Submit = Callable[[GenerationRequest], Any]
 _ids = itertools.count()
 
 
-def run_config(model: str | None, file: str | None = None, **options: Any) -> RunConfig:
-    """The configuration of a file (None: the defaults) with these options on top, on one thread and one GPU.
-
-    Without the prefix cache, unless `options` say so: a repetition runs its prompts again. Without a budget a quarter
-    of the experts, on every device.
-    """
-    kv = {"prefix_cache": False} | options.pop("kv", {})
-    fixed = {"model": model, "threads": 1, "cluster": {"shards": 1}, "kv": kv}
-    config = load_run_config(file, fixed | options)
-    return located(config if config.budget is not None else config.model_copy(update={"budget": DEFAULT_BUDGET}))
-
-
 def overridden(file: str, fixed: Collection[str]) -> list[str]:
     """Keys that a configuration file sets and a benchmark ignores.
 
@@ -74,26 +56,6 @@ def overridden(file: str, fixed: Collection[str]) -> list[str]:
     """
     unused = {"threads", "ray", "cluster", "hardware", "request_deadline_s", *fixed}
     return sorted(load_run_config(file).model_fields_set & unused)
-
-
-def start_worker(config: RunConfig, *, optional_workers: bool = True) -> Any:
-    """A started `LocalWorker` on the prepared store of the configured model, with NDP workers if it needs them.
-
-    optional_workers: also those that the policy can do without, where there is room for them.
-    """
-    from ...local import LocalWorker
-
-    settings = engine_settings(on_this_machine(config))
-    check_artifacts(settings.policy, config)
-    store = prepared_store(config, settings)
-    if isinstance(settings.budget, AutoBudget) or config.policy == DEFAULT_POLICY:
-        nodes, facts = this_machine(local_ray(config, settings)), facts_of_store(store, config.model_dir)
-        settings, _ = decided(config, settings, facts, nodes, here=True)
-    policy = settings.policy
-    needed = optional_workers or not config.may_drop_workers(policy)
-    worker = LocalWorker(settings, store, config.ndp_workers(policy) if needed else 0)
-    worker.start()
-    return worker
 
 
 def heldout_prompts(model_dir: Path, count: int, tokens: int, at_least: int | None = None) -> list[Prompt]:

@@ -17,7 +17,7 @@ from ...config import check_model_dir, engine_settings, on_this_machine
 from ...host import cpu, now, versions
 from ...report.output import print_json
 from ...report.tables import Grid, grid, results, show, size
-from ..bench.serving import run_config, start_worker
+from ..local_worker import run_config, start_worker
 from ..options import AsJson, Budget, Model, Policy, Threads
 from ..prepare.needs import check_artifacts
 from .quality import EvaluationOptions, Quality

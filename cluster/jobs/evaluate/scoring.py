@@ -22,7 +22,7 @@ from ....actors.engine.serving.scoring import score_continuations_with, score_wi
 from ....errors import ConfigError, RuntimeFailure
 from ...config import RunConfig, check_model_dir
 from ...prompt import load_model_config
-from ..bench.serving import run_config, start_worker
+from ..local_worker import run_config, start_worker
 from .quality import SUMS, EvaluationOptions, Quality
 from .text import CONTEXT, TOKENS, ChoiceTokens, Window, as_tokens, load_choices, load_heldout, load_text, split_windows
 

@@ -4,8 +4,8 @@
     check_artifacts   before anything starts: what is missing can be made by a start, else the error with the command
     make_missing      with the store: gates, predictors, profile, each as `tiermoe prepare` does
 
-A start makes what takes under a minute by estimate, and whatever the project's own model lacks. One of several starts
-makes it, under its own lock; a file appears whole, under the store's.
+A start makes them for the project's own model and for a small one, of which it takes about a minute. One of several
+starts makes it, under its own lock; a file appears whole, under the store's.
 """
 
 from __future__ import annotations
@@ -14,29 +14,23 @@ import shlex
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ....actors.policies.baselines import TrainingOptions
 from ....actors.policy_settings import PolicySettings
 from ....actors.settings import EngineSettings
 from ....actors.store.artifacts import READERS, predictors_of
 from ....actors.store.files import published_refused
 from ....actors.store.format import read_manifest
 from ....errors import CheckpointError, StoreError, TierMoeError
-from ....limits import usable_cores
 from ....proto.private import user_cache
 from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.quantization import published_as
 from ...config import RunConfig, default_model_dir
 from ...host import shown
-from .calibration import MAX_TOKENS, shipped_calibration
+from .calibration import shipped_calibration
 from .make_store import ensure_prepared, is_current, is_store, store_dir
 from .replicas import ensure_replicas
-
-if TYPE_CHECKING:
-    from ...topology.spec import ModelFacts
 
 _NEEDS = {
     "gates": "trained gates", "predictors": "predictors of later layers", "profile": "a profile of the experts",
@@ -44,9 +38,8 @@ _NEEDS = {
 _RECORDED = ("--limit", "200", "--prompt-tokens", "64", "--max-tokens", "64", "--allow-loops")
 _OF_FULL_PRECISION = frozenset({"gates"})
 _LOCK = ".artifacts.lock"  # beside a store
-_MOST_S = 60.0
-_FLOPS_PER_CORE = 1.5e10  # a second; the profile of the default model: 2.1e10 on a shared core
-_GATE_TOKENS, _GATE_EPOCHS = 20_000, 6
+_SMALL_BYTES = 256 << 20  # of a store
+_GATE_TOKENS = 20_000
 
 
 def prepared_store(
@@ -84,7 +77,7 @@ def check_artifacts(policy: PolicySettings, config: RunConfig) -> None:
     Raises:
         TierMoeError: StoreError or TraceError; the remedy is the command, with the paths of this machine.
     """
-    if (missing := lacking(policy, config)) is not None and making_s(policy, config) is None:
+    if (missing := lacking(policy, config)) is not None and not start_makes(config):
         raise missing
 
 
@@ -113,8 +106,7 @@ def note(policy: PolicySettings, config: RunConfig) -> str | None:
     missing = lacking(policy, config)
     if missing is None:
         return None
-    seconds = making_s(policy, config)
-    return str(missing) if seconds is None else f"{_what(policy)}: the start makes it, in about {seconds:.0f} s, once"
+    return f"{_what(policy)}: the start makes it, once" if start_makes(config) else str(missing)
 
 
 def make_missing(store: Path, policy: PolicySettings, config: RunConfig, *, progress: bool = True) -> None:
@@ -173,45 +165,23 @@ def _make(need: str, store: Path, policy: PolicySettings, model_dir: Path, text:
         add_predictors(store, model_dir, text, policy.prefetch.distance, quiet)
 
 
-def making_s(policy: PolicySettings, config: RunConfig) -> float | None:
-    """Seconds in which a start makes all that a policy needs; None: no start makes it, but the user.
+def start_makes(config: RunConfig) -> bool:
+    """Whether a start makes what a policy needs, and not the user: for the project's own model, and for a small one.
 
-    That is so for experts in a published form, without a text, and where it takes over a minute with another model
-    than the project's.
+    Not for experts in a published form, nor without a text.
     """
     from ...topology.inputs import facts_of_checkpoint, facts_of_store
 
-    model, text = config.model_dir, _text(config.model_dir)
-    if published_as(model) is not None or not text.is_dir():
-        return None
+    model, own = config.model_dir, default_model_dir()
+    if published_as(model) is not None or not _text(model).is_dir():
+        return False
+    if own.is_dir() and model.is_dir() and model.samefile(own):
+        return True
     try:
         facts = facts_of_store(model, model) if is_store(model) else facts_of_checkpoint(model)
     except TierMoeError:  # said by who needs the sizes
-        return None
-    if facts.form is not None:
-        return None
-    nbytes = sum(file.stat().st_size for file in text.iterdir() if file.suffix in (".txt", ".jsonl"))
-    flops = sum(_flops(need, facts, nbytes, policy.prefetch.distance) for need in policy.needs)
-    seconds = flops / (_FLOPS_PER_CORE * usable_cores())
-    own = default_model_dir()
-    return seconds if seconds <= _MOST_S or (own.is_dir() and model.is_dir() and model.samefile(own)) else None
-
-
-def _flops(need: str, facts: ModelFacts, text_bytes: int, stride: int) -> float:
-    """Operations of making one artifact; a token is taken for one byte of text, the least that it can be."""
-    from ...simulate.predictors import TRAINING_ROWS
-    from ..profile.profile_options import OUTPUT_TOKENS
-
-    each = facts.layers * facts.expert_elements  # of one expert in each layer
-    forward = 2.0 * (facts.dense_elements + facts.top_k * each)  # of one token
-    rows = min(text_bytes, MAX_TOKENS)
-    if need == "profile":
-        return forward * rows + 2.0 * facts.experts * each * min(rows, OUTPUT_TOKENS)
-    if need == "gates":
-        return min(rows, _GATE_TOKENS) * (forward + _GATE_EPOCHS * 8.0 * facts.layers * facts.hidden * facts.experts)
-    rows, options = min(rows, TRAINING_ROWS), TrainingOptions()
-    trained = max(0, facts.layers - stride) * options.epochs * 12.0 * facts.experts * options.width
-    return rows * (forward + trained)
+        return False
+    return facts.form is None and facts.store_bytes <= _SMALL_BYTES
 
 
 def command(policy: PolicySettings, config: RunConfig) -> str:

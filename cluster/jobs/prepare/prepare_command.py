@@ -21,7 +21,8 @@ from ...report.files import check_folder
 from ...report.output import stdout
 from ...simulate.trace import HEADER_NAME
 from ..options import as_command, fields_as_options
-from ..profile.profile_options import OUTPUT_TOKENS, ProfileRequest, profile_request
+from ..profile import OUTPUT_TOKENS
+from ..profile.profile_options import ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration
 from .make_store import default_store_dir, is_store, prepare, refuse_foreign
 from .replica_options import CALIBRATION_TOKENS, ReplicaOptions, parse_bits

@@ -44,7 +44,7 @@ from ...simulate.trace import HEADER_NAME, Trace
 from ..prepare.calibration import Windows, read_windows
 from ..prepare.capture import Watcher, batches, load_model, run_batch, watching
 from ..prepare.writer import beside, disk_errors, locked, publish, write_file
-from .profile_options import ProfileOptions
+from . import ProfileOptions
 
 BLOCK_BYTES = 256 << 20
 State = dict[str, NDArray[np.float64]]

@@ -8,53 +8,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 from rich.console import Console
 
 from ....actors.policies.buddymoe.buddies import BuddyOptions, ExpertProfile, Ranking
-from ....actors.store.artifacts import ProfileManifest, ProfileSource, read_profile
+from ....actors.store.artifacts import ProfileManifest, read_profile
 from ....actors.store.format import read_manifest
 from ....errors import ConfigError, reason
 from ...report.files import check_folder, plot_counts, plot_matrix
 from ...report.tables import Grid, grid, show
 from ..prepare.calibration import read_texts
-
-OUTPUT_TOKENS = 8192
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """Sizes of a profile.
-
-    output_tokens: tokens, evenly spread over the text, on which every expert runs to compare outputs, at most. They
-        cost E / top-k times the experts' work.
-    warmup_steps, warmup_weight: the first tokens of each window or request, and the weight of each of them.
-
-    Raises:
-        ConfigError: a value is out of range; the message names its option.
-    """
-
-    output_tokens: int = OUTPUT_TOKENS
-    warmup_steps: int = 0
-    warmup_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.output_tokens < 1:
-            raise ConfigError(f"--profile-outputs is {self.output_tokens}", "give a number of at least 1")
-        if self.warmup_steps < 0:
-            raise ConfigError(f"--profile-warmup is {self.warmup_steps}", "give a number of at least 0")
-        if not 0 <= self.warmup_weight <= 1:
-            raise ConfigError(f"the weight of warm-up tokens is {self.warmup_weight}", "give a number from 0 to 1")
-
-    def source(self, kind: Literal["text", "trace"], sha256: str, tokens: int, output_tokens: int) -> ProfileSource:
-        """The source of a profile with these options."""
-        return ProfileSource(
-            kind=kind, sha256=sha256, tokens=tokens, output_tokens=output_tokens,
-            warmup_steps=self.warmup_steps, warmup_weight=self.warmup_weight,
-        )  # fmt: skip
-
+from . import OUTPUT_TOKENS, ProfileOptions
 
 ALPHAS = (0.75, 0.95, 0.99)  # of the paper's tables
 

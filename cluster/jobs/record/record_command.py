@@ -19,7 +19,7 @@ from ...report.output import print_json
 from ...report.tables import progress_on, results, share, show, size
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import MOST_REPEATED, NGRAM, Repeats, merge_traces
-from ..bench.serving import run_config
+from ..local_worker import run_config
 from ..options import AsJson, Model, Threads
 
 _TEXT_KEYS = ("prompt", "text")
