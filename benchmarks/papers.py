@@ -413,7 +413,7 @@ _COMPARED = (
 
 def _claims(record: Mapping[str, Any]) -> list[str]:
     """The number of claims by verdict, and their table."""
-    found = [line["verdict"] for line in select(record, "comparisons", headline=True)]
+    found = [line.get("verdict") for line in select(record, "comparisons", headline=True)]
     counts = ", ".join(f"{name} {found.count(name)}" for name in ("holds", "tie", "does not hold"))
     return [f"{len(found)} claims: {counts}", "", *table(_COMPARED, source="comparisons", headline=True)(record)]
 
@@ -421,7 +421,7 @@ def _claims(record: Mapping[str, Any]) -> list[str]:
 CLAIMS: Mapping[str, Table] = {
     "claims": _claims, "comparisons": table(_COMPARED, source="comparisons", headline=False),
 }  # fmt: skip
-SYNTHETIC: Mapping[str, Table] = CLAIMS | {  # of experiments on synthetic routing
+ROUTING: Mapping[str, Table] = {  # of experiments on synthetic routing
     "traces": table(
         [("section", "{section}"), ("machine", "{machine}"), ("assumed in its place", "{assume}"),
          ("families", "{families}"), ("shapes", "{shapes}"), ("requests learnt, measured", "{learn}, {measure}"),

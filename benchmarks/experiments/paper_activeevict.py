@@ -13,7 +13,7 @@ from functools import partial
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Variant, variants
 from tiermoe.cluster.jobs.bench.page import lossy_marked, pivot, table, yes_no
 
-from ..papers import SYNTHETIC, Comparison, Synthetic, Traces, judged
+from ..papers import CLAIMS, ROUTING, Comparison, Synthetic, Traces, judged
 
 on = partial(Synthetic, machine="h20-pcie4")
 MOE_OFFLOADING_WITHOUT_WRITE_BACK = Variant(
@@ -231,5 +231,5 @@ def experiment() -> Experiment:
     return Experiment(
         name="paper-activeevict", title="ActiveEvict's tables and figures, simulated",
         command="papers --only activeevict",
-        sections=_SECTIONS, after=partial(judged, COMPARISONS), tables=SYNTHETIC | _TABLES,
+        sections=_SECTIONS, after=partial(judged, COMPARISONS), tables=CLAIMS | ROUTING | _TABLES,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from tiermoe.cluster.jobs.bench.experiment import Experiment, Variant, variants
 from tiermoe.cluster.jobs.bench.metrics import Row
 from tiermoe.cluster.jobs.bench.page import pivot
 
-from ..papers import SYNTHETIC, Comparison, Synthetic, Traces, judged
+from ..papers import CLAIMS, ROUTING, Comparison, Synthetic, Traces, judged
 
 on = partial(Synthetic, machine="a100-pcie4")
 RANDOM = Variant("random", "random-replacement")
@@ -136,5 +136,5 @@ def experiment() -> Experiment:
     """BuddyMoE against loading, random replacement and dropping: speed at three cache rates."""
     return Experiment(
         name="paper-buddymoe", title="BuddyMoE's tables, simulated", command="papers --only buddymoe",
-        sections=_SECTIONS, after=partial(judged, COMPARISONS), tables=SYNTHETIC | _TABLES,
+        sections=_SECTIONS, after=partial(judged, COMPARISONS), tables=CLAIMS | ROUTING | _TABLES,
     )  # fmt: skip

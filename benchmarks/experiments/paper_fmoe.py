@@ -32,7 +32,7 @@ from tiermoe.cluster.jobs.bench.serving import Recorded
 from tiermoe.cluster.simulate.predictors import shown
 from tiermoe.cluster.simulate.shapes import shape_named
 
-from ..papers import SYNTHETIC, Comparison, Synthetic, Traces, judged
+from ..papers import CLAIMS, ROUTING, Comparison, Synthetic, Traces, judged
 
 on = partial(Synthetic, machine="3090x6-nvlink")
 FIG12_TRACES = Traces(
@@ -255,7 +255,7 @@ def experiment() -> Experiment:
     """fMoE against its baselines on six RTX 3090: published figure, ours, and their ratio."""
     return Experiment(
         name="paper-fmoe", title="fMoE's figures, simulated", command="papers --only fmoe",
-        sections=_SECTIONS, after=_after, tables=SYNTHETIC | _TABLES,
+        sections=_SECTIONS, after=_after, tables=CLAIMS | ROUTING | _TABLES,
     )  # fmt: skip
 
 

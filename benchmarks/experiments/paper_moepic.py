@@ -13,7 +13,7 @@ from functools import partial
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Variant, variants
 from tiermoe.cluster.jobs.bench.page import pivot, table
 
-from ..papers import SYNTHETIC, Comparison, Synthetic, Traces, judged
+from ..papers import CLAIMS, ROUTING, Comparison, Synthetic, Traces, judged
 
 on = partial(Synthetic, machine="a6000-pcie4")
 ADAPMOE_WAITS = Variant("adapmoe waits", "adapmoe-lossless", {"prefetch": {"synchronous": True}})
@@ -239,5 +239,5 @@ def experiment() -> Experiment:
     """MoEpic against its baselines on an RTX A6000: budgets, split ratio, ablation, sensitivity, hit rates."""
     return Experiment(
         name="paper-moepic", title="MoEpic's tables and figures, simulated", command="papers --only moepic",
-        sections=_SECTIONS, after=partial(judged, COMPARISONS), tables=SYNTHETIC | _TABLES,
+        sections=_SECTIONS, after=partial(judged, COMPARISONS), tables=CLAIMS | ROUTING | _TABLES,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from tiermoe.cluster.jobs.bench.experiment import Experiment, Variant, variants
 from tiermoe.cluster.jobs.bench.metrics import Row
 from tiermoe.cluster.jobs.bench.page import pivot, table
 
-from ..papers import SYNTHETIC, Comparison, Synthetic, Traces, judged
+from ..papers import CLAIMS, ROUTING, Comparison, Synthetic, Traces, judged
 
 on = partial(Synthetic, machine="h100-pcie4-ndp")
 MONDE = Variant("MoNDE", "monde", {"placement": {"hot_per_layer": 0}})
@@ -272,5 +272,5 @@ def experiment() -> Experiment:
     return Experiment(
         name="paper-ndp", title="Context-aware inference on GPU and NDP: the paper's figures, simulated",
         command="papers --only ndp",
-        sections=_SECTIONS, after=partial(judged, COMPARISONS), tables=SYNTHETIC | _TABLES,
+        sections=_SECTIONS, after=partial(judged, COMPARISONS), tables=CLAIMS | ROUTING | _TABLES,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from tiermoe.cluster.jobs.bench.experiment import Experiment, chosen_budgets, ch
 from tiermoe.cluster.jobs.bench.experiment import parts as split
 from tiermoe.cluster.jobs.bench.page import pivot
 
-from ..papers import SYNTHETIC, Synthetic, Traces, judged
+from ..papers import ROUTING, Synthetic, Traces, judged
 
 on = partial(Synthetic, machine="a100-pcie4")
 _FAMILIES = ("flat", "sticky", "drift")
@@ -73,5 +73,5 @@ def experiment(
         name="presets", title="Which preset to take, simulated", sections=(presets, _NEAR_DATA), parts=split(parts),
         after=partial(judged, ()),
         shown=("section", "family", "shape", "link_gbps", "budget", "policy", "tpot_ms", "ttft_ms", "decode_hit_rate"),
-        tables=SYNTHETIC | _TABLES,
+        tables=ROUTING | _TABLES,
     )  # fmt: skip
