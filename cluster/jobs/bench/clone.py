@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-CLONE = "run it from a clone of the repository: its benchmarks/ has what this needs"  # a remedy
 _PACKAGE = __name__.partition(".")[0]
 
 
