@@ -21,9 +21,9 @@ from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import budget_bytes
 from tiermoe.cluster.config import parse_budget
 from tiermoe.cluster.jobs.bench.experiment import Experiment, LinkAt, Simulated, plain, require_each_once
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, median_of, paired, rounded
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Row, advancing, median_of, paired, rounded
 from tiermoe.cluster.jobs.bench.nodes import over_processes
-from tiermoe.cluster.jobs.bench.page import Row, Table, select, table, write_folder
+from tiermoe.cluster.jobs.bench.page import Table, select, table, write_folder
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
 from tiermoe.cluster.jobs.replay import engine_for, require_replayable
@@ -151,7 +151,7 @@ class Synthetic(Simulated):
     """A section on synthetic routing and a machine of configs/machines. A budget is that of all GPUs together.
 
     assume: fields of `simulate.machine.Machine` in place of the table's, for every variant alike.
-    batch: requests in each forward. rate, arrivals: see `tiermoe replay`; none: a request arrives when there is room.
+    batch: requests in each forward. rate: requests a second; None: a request arrives when there is room.
     sweep: values by `batch`, `rate`, `machine.FIELD`, or the path of a policy's setting; every combination runs. A
         row has each value under the last part of its name.
     """
@@ -161,7 +161,6 @@ class Synthetic(Simulated):
     assume: Mapping[str, Any] = field(default_factory=dict)
     batch: int = 1
     rate: float | None = None
-    arrivals: Path | None = None
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def rows(self, study: Study, links: Sequence[LinkAt]) -> list[dict[str, Any]]:
@@ -249,7 +248,7 @@ def _replayed(
     batch, rate = point.get("batch", on.batch), point.get("rate", on.rate)
     serve(engine, recorded.learn, batch)
     engine.reset_stats()
-    served = serve(engine, recorded.measure, batch, arrivals=arrivals_of(rate, on.arrivals))
+    served = serve(engine, recorded.measure, batch, arrivals=arrivals_of(rate, None))
     found = result(engine, served)
     return {
         "tpot_s": served.tpot_s, "ttft_s": served.ttft_s, "tpot_ms": 1e3 * served.tpot_s,
@@ -418,10 +417,10 @@ def _claims(record: Mapping[str, Any]) -> list[str]:
     return [f"{len(found)} claims: {counts}", "", *table(_COMPARED, source="comparisons", headline=True)(record)]
 
 
-CLAIMS: Mapping[str, Table] = {
+CLAIMS: dict[str, Table] = {
     "claims": _claims, "comparisons": table(_COMPARED, source="comparisons", headline=False),
 }  # fmt: skip
-ROUTING: Mapping[str, Table] = {  # of experiments on synthetic routing
+ROUTING: dict[str, Table] = {  # of experiments on synthetic routing
     "traces": table(
         [("section", "{section}"), ("machine", "{machine}"), ("assumed in its place", "{assume}"),
          ("families", "{families}"), ("shapes", "{shapes}"), ("requests learnt, measured", "{learn}, {measure}"),

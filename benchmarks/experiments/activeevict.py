@@ -38,126 +38,74 @@ from ..replayed import Replayed, replay
 
 MOE_APEX = Variant("moe-apex", "hobbit", {"evict_writeback": True, "prefetch": {"distance": 2, "min_useful": 0.0}})
 _SECTIONS = (
-    Replayed(
-        "table", variants("on-demand", "moe-offloading", MOE_APEX, "activeevict-lossless", "activeevict"), twins=True,
-    ),
-    Replayed(
-        "capacity",
-        variants(
-            "activeevict-lossless", "activeevict-prediction-only", "activeevict-hotness-only", "activeevict-lru",
-            "activeevict",
-        ),
-        budgets=("0.125", "0.25", "0.375", "0.5", "0.75"), links="first",
-    ),
-    Replayed(
-        "alpha",
-        variants(
-            *(
-                Variant(f"{alpha:g}", "activeevict-lossless", {"eviction": {"alpha": alpha}})
-                for alpha in (0, 0.125, 0.25, 0.5, 0.75, 0.875, 1)
-            ),
-            Variant("lru", "activeevict-lru"),
-        ),
-        budgets=("0.25",), links="first",
-    ),
-    Served(
-        "emulated",
-        variants(
-            "on-demand", "moe-offloading", MOE_APEX, "activeevict-lossless", "activeevict",
-            Variant("moe-offloading without write-back", "moe-offloading", {"evict_writeback": False}),
-            Variant("moe-apex without write-back", "hobbit", {"prefetch": {"distance": 2, "min_useful": 0.0}}),
-        ),
-        links="first",
-    ),
+    Replayed("table", variants("on-demand", "moe-offloading", MOE_APEX, "activeevict-lossless", "activeevict"),
+             twins=True),
+    Replayed("capacity",
+             variants("activeevict-lossless", "activeevict-prediction-only", "activeevict-hotness-only",
+                      "activeevict-lru", "activeevict"), budgets=("0.125", "0.25", "0.375", "0.5", "0.75"),
+             links="first"),
+    Replayed("alpha",
+             variants(*(Variant(f"{alpha:g}", "activeevict-lossless", {"eviction": {"alpha": alpha}})
+                        for alpha in (0, 0.125, 0.25, 0.5, 0.75, 0.875, 1)), Variant("lru", "activeevict-lru")),
+             budgets=("0.25",), links="first"),
+    Served("emulated",
+           variants("on-demand", "moe-offloading", MOE_APEX, "activeevict-lossless", "activeevict",
+                    Variant("moe-offloading without write-back", "moe-offloading", {"evict_writeback": False}),
+                    Variant("moe-apex without write-back", "hobbit", {"prefetch": {"distance": 2, "min_useful": 0.0}})),
+           links="first"),
 )  # fmt: skip
 COMPARISONS = (
-    Comparison(
-        "emulated, blocking I/O of activeevict over", "Table 3", "emulated", "blocked_io_s",
-        {"on-demand": 0.548, "moe-offloading": 0.614, "moe-apex": 0.686}, of="activeevict",
-        why={
-            "on-demand": "a quarter fewer bytes", "moe-offloading": "it writes back, as the paper's does",
-            "moe-apex": "it loads 4-bit replicas and hides them",
-        },
-    ),
-    Comparison(
-        "emulated, blocking I/O where nothing writes back, over", "Table 3", "emulated", "blocked_io_s",
-        {"moe-offloading without write-back": 0.614, "moe-apex without write-back": 0.686}, of="activeevict",
-        headline=False,
-        why={
-            "moe-offloading without write-back": (
-                "a replay disagrees: its prefetches block 2.1 to 2.7 times as long on the engine"
-            ),
-        },
-    ),
-    Comparison(
-        "simulated, blocking I/O where nothing writes back, over", "Table 3", "table", "blocking_ms",
-        {"on-demand": 0.548, "moe-offloading": 0.614, "moe-apex": 0.686}, of="activeevict",
-        where={"writes_back": False}, headline=False,
-    ),
-    Comparison(
-        "simulated, blocking I/O of the full score over", "Figure 7; section 4.4", "capacity", "blocking_ms",
-        {"activeevict-prediction-only": 0.88, "activeevict-hotness-only": 0.775, "activeevict-lru": 0.775},
-        of="activeevict-lossless",
-    ),
-    Comparison(
-        "simulated, blocking I/O of dynamic over fixed top-k,", "Figure 8; section 4.4", "capacity", "blocking_ms",
-        {"activeevict-lossless": 0.9}, of="activeevict",
-    ),
+    Comparison("emulated, blocking I/O of activeevict over", "Table 3", "emulated", "blocked_io_s",
+               {"on-demand": 0.548, "moe-offloading": 0.614, "moe-apex": 0.686}, of="activeevict",
+               why={"on-demand": "a quarter fewer bytes", "moe-offloading": "it writes back, as the paper's does",
+                    "moe-apex": "it loads 4-bit replicas and hides them"}),
+    Comparison("emulated, blocking I/O where nothing writes back, over", "Table 3", "emulated", "blocked_io_s",
+               {"moe-offloading without write-back": 0.614, "moe-apex without write-back": 0.686}, of="activeevict",
+               headline=False,
+               why={"moe-offloading without write-back": "a replay disagrees: its prefetches block 2.1 to 2.7 times "
+                                                         "as long on the engine"}),
+    Comparison("simulated, blocking I/O where nothing writes back, over", "Table 3", "table", "blocking_ms",
+               {"on-demand": 0.548, "moe-offloading": 0.614, "moe-apex": 0.686}, of="activeevict",
+               where={"writes_back": False}, headline=False),
+    Comparison("simulated, blocking I/O of the full score over", "Figure 7; section 4.4", "capacity", "blocking_ms",
+               {"activeevict-prediction-only": 0.88, "activeevict-hotness-only": 0.775, "activeevict-lru": 0.775},
+               of="activeevict-lossless"),
+    Comparison("simulated, blocking I/O of dynamic over fixed top-k,", "Figure 8; section 4.4", "capacity",
+               "blocking_ms", {"activeevict-lossless": 0.9}, of="activeevict"),
 )  # fmt: skip
 _TABLES = {
-    "table3": table(
-        [
-            ("budget", "{budget}"), ("policy", lossy_marked("policy")), ("writes back", yes_no("writes_back")),
-            ("blocking ms", "{blocking_ms:.3g}"), ("total ms", "{total_ms:.3g}"), ("loaded MB", "{loaded_mb:.3g}"),
-            ("back MB", "{written_back_mb:.3g}"), ("redundant", "{redundant:.1%}"), ("P", "{precision:.1%}"),
-            ("R", "{recall:.1%}"), ("hit rate", "{hit_rate:.3f}"), ("TPOT ms", "{tpot_ms:.3g}"),
-        ],
-        each=("context", "ratio"), heading="### {context} context, ratio {ratio:g}", section="table",
-    ),
-    "emulated": table(
-        [
-            ("budget", "{budget}"), ("policy", lossy_marked("preset")),
-            ("writes back", yes_no("writes_back")), ("blocking ms", ranged("blocking_ms", ".3g")),
-            ("total ms", "{total_ms:.3g}"), ("loaded MB", "{loaded_mb:.3g}"), ("back MB", "{written_back_mb:.3g}"),
-            ("redundant", "{redundant:.1%}"), ("P", "{precision:.1%}"), ("R", "{recall:.1%}"),
-            ("hit rate", "{hit_rate:.3f}"), ("TPOT ms", ranged("tpot_s", ".3g", 1e3)),
-            ("tokens", "{same_tokens:.0%}"), ("blocked over replay", "{blocked_over_replay:.2f}"),
-        ],
-        each=("context",), heading="### {context} context, emulated", section="emulated",
-    ),
-    "capacity": pivot(
-        [("policy", "{policy}")], "{budget}", "{blocking_ms:.3g}", each=("context",),
-        heading="### {context} context: blocking I/O (ms a token) by budget", section="capacity",
-    ),
+    "table3": table([("budget", "{budget}"), ("policy", lossy_marked("policy")), ("writes back", yes_no("writes_back")),
+                     ("blocking ms", "{blocking_ms:.3g}"), ("total ms", "{total_ms:.3g}"),
+                     ("loaded MB", "{loaded_mb:.3g}"), ("back MB", "{written_back_mb:.3g}"),
+                     ("redundant", "{redundant:.1%}"), ("P", "{precision:.1%}"), ("R", "{recall:.1%}"),
+                     ("hit rate", "{hit_rate:.3f}"), ("TPOT ms", "{tpot_ms:.3g}")], each=("context", "ratio"),
+                    heading="### {context} context, ratio {ratio:g}", section="table"),
+    "emulated": table([("budget", "{budget}"), ("policy", lossy_marked("preset")),
+                       ("writes back", yes_no("writes_back")), ("blocking ms", ranged("blocking_ms", ".3g")),
+                       ("total ms", "{total_ms:.3g}"), ("loaded MB", "{loaded_mb:.3g}"),
+                       ("back MB", "{written_back_mb:.3g}"), ("redundant", "{redundant:.1%}"), ("P", "{precision:.1%}"),
+                       ("R", "{recall:.1%}"), ("hit rate", "{hit_rate:.3f}"), ("TPOT ms", ranged("tpot_s", ".3g", 1e3)),
+                       ("tokens", "{same_tokens:.0%}"), ("blocked over replay", "{blocked_over_replay:.2f}")],
+                      each=("context",), heading="### {context} context, emulated", section="emulated"),
+    "capacity": pivot([("policy", "{policy}")], "{budget}", "{blocking_ms:.3g}", each=("context",),
+                      heading="### {context} context: blocking I/O (ms a token) by budget", section="capacity"),
     "dropped": pivot([("context", "{context}")], "{budget}", "{dropped:.3g}", section="capacity", policy="activeevict"),
     "alpha": pivot([("context", "{context}")], "{policy}", "{blocking_ms:.3g}", section="alpha"),
 }  # fmt: skip
 _FIGURES = {
-    "activeevict.png": Figure(
-        (
-            Panel(
-                where={
-                    "section": "capacity",
-                    "policy": (
-                        "activeevict-lossless", "activeevict-prediction-only", "activeevict-hotness-only",
-                        "activeevict-lru",
-                    ),
-                },
-                each=("context",), x="budget", y="blocking_ms", series="policy", from_zero=True, x_label="budget",
-                y_label="blocking I/O (ms a token)", title="{context}: order of eviction",
-            ),
-            Panel(
-                where={"section": "capacity", "policy": ("activeevict-lossless", "activeevict")}, each=("context",),
-                x="budget", y="blocking_ms", series="policy", from_zero=True, x_label="budget",
-                y_label="blocking I/O (ms a token)", title="{context}: top-k",
-            ),
-            Panel(
-                where={"section": "alpha"}, each=("context",), x="policy", y="blocking_ms", from_zero=True,
-                x_label="alpha", y_label="blocking I/O (ms a token)", title="{context}: weight of recent use",
-            ),
-        ),
-        size=(3.7, 2.9), highlight=("activeevict-lossless",), beside=True,
-    ),
+    "activeevict.png": Figure((Panel(where={"section": "capacity",
+                                            "policy": ("activeevict-lossless", "activeevict-prediction-only",
+                                                       "activeevict-hotness-only", "activeevict-lru")},
+                                     each=("context",), x="budget", y="blocking_ms", series="policy", from_zero=True,
+                                     x_label="budget", y_label="blocking I/O (ms a token)",
+                                     title="{context}: order of eviction"),
+                               Panel(where={"section": "capacity", "policy": ("activeevict-lossless", "activeevict")},
+                                     each=("context",), x="budget", y="blocking_ms", series="policy", from_zero=True,
+                                     x_label="budget", y_label="blocking I/O (ms a token)", title="{context}: top-k"),
+                               Panel(where={"section": "alpha"}, each=("context",), x="policy", y="blocking_ms",
+                                     from_zero=True, x_label="alpha", y_label="blocking I/O (ms a token)",
+                                     title="{context}: weight of recent use")), size=(3.7, 2.9),
+                              highlight=("activeevict-lossless",), beside=True),
 }  # fmt: skip
 
 

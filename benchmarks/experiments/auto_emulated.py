@@ -32,12 +32,8 @@ _BARS = (
     RatioBar(section="auto", of="auto", over=("on-demand", "next-gate", "monde", "context-ndp-full"), limit=1.05),
 )  # fmt: skip
 _TABLES = {
-    "cells": table(
-        [
-            *AT, ("hit rate", "{hit_rate:.1%}"), ("TTFT (ms)", "{ttft_ms:.1f}"), ("TPOT (ms)", TPOT),
-            ("over auto", over("auto")), ("loaded (MB)", "{mb_loaded:.0f}"),
-        ],
-    ),
+    "cells": table([*AT, ("hit rate", "{hit_rate:.1%}"), ("TTFT (ms)", "{ttft_ms:.1f}"), ("TPOT (ms)", TPOT),
+                    ("over auto", over("auto")), ("loaded (MB)", "{mb_loaded:.0f}")]),
 }  # fmt: skip
 
 

@@ -36,39 +36,28 @@ _PAPER, _OWN = "cft 0.95, 16 buddies, rho 3, by coactivation", "buddymoe-own-wei
 _QUALITIES, _BYTES = ("perplexity_ratio", "top1_agreement", "kl_nats", "choice_accuracy"), ("loaded_per_token",)
 _AGAINST = ("random", "random, rho 3", "drop")
 _SECTIONS = (
-    Served(
-        "rates",
-        variants(
-            "original", Variant("random", "random-replacement"),
-            Variant("random, rho 3", "random-replacement", {"on_miss": {"rho": 3}}), "drop",
-            Variant("cft 0.75, 4 buddies, by coactivation", "buddymoe-cft75", {"on_miss": {"by": "coactivation"}}),
-            Variant("cft 0.95, 16 buddies, rho 3, by coactivation", "buddymoe", {"on_miss": {"by": "coactivation"}}),
-            Variant(
-                "cft 0.95, 16 buddies, rho 4, by coactivation", "buddymoe-rho4", {"on_miss": {"by": "coactivation"}},
-            ),
-            Variant(
-                "cft 0.99, 2 buddies, by coactivation", "buddymoe",
-                {"on_miss": {"by": "coactivation", "alpha": 0.99, "max_buddies": 2, "rho": None}}, most_top_k=4,
-            ),
-            Variant(
-                "cft 0.95, 16 buddies, by coactivation", "buddymoe", {"on_miss": {"by": "coactivation", "rho": None}},
-                least_top_k=5,
-            ),
-            Variant("cft 0.75, 4 buddies, by output", "buddymoe-cft75", {"on_miss": {"by": "output"}}),
-            Variant("cft 0.95, 16 buddies, rho 3, by output", "buddymoe", {"on_miss": {"by": "output"}}),
-            Variant("cft 0.95, 16 buddies, rho 4, by output", "buddymoe-rho4", {"on_miss": {"by": "output"}}),
-            Variant(
-                "cft 0.99, 2 buddies, by output", "buddymoe",
-                {"on_miss": {"by": "output", "alpha": 0.99, "max_buddies": 2, "rho": None}}, most_top_k=4,
-            ),
-            Variant(
-                "cft 0.95, 16 buddies, by output", "buddymoe", {"on_miss": {"by": "output", "rho": None}},
-                least_top_k=5,
-            ),
-            "buddymoe-own-weight",
-        ),
-        score="all", stepped=True,
-    ),
+    Served("rates",
+           variants("original", Variant("random", "random-replacement"),
+                    Variant("random, rho 3", "random-replacement", {"on_miss": {"rho": 3}}), "drop",
+                    Variant("cft 0.75, 4 buddies, by coactivation", "buddymoe-cft75",
+                            {"on_miss": {"by": "coactivation"}}),
+                    Variant("cft 0.95, 16 buddies, rho 3, by coactivation", "buddymoe",
+                            {"on_miss": {"by": "coactivation"}}),
+                    Variant("cft 0.95, 16 buddies, rho 4, by coactivation", "buddymoe-rho4",
+                            {"on_miss": {"by": "coactivation"}}),
+                    Variant("cft 0.99, 2 buddies, by coactivation", "buddymoe",
+                            {"on_miss": {"by": "coactivation", "alpha": 0.99, "max_buddies": 2, "rho": None}},
+                            most_top_k=4),
+                    Variant("cft 0.95, 16 buddies, by coactivation", "buddymoe",
+                            {"on_miss": {"by": "coactivation", "rho": None}}, least_top_k=5),
+                    Variant("cft 0.75, 4 buddies, by output", "buddymoe-cft75", {"on_miss": {"by": "output"}}),
+                    Variant("cft 0.95, 16 buddies, rho 3, by output", "buddymoe", {"on_miss": {"by": "output"}}),
+                    Variant("cft 0.95, 16 buddies, rho 4, by output", "buddymoe-rho4", {"on_miss": {"by": "output"}}),
+                    Variant("cft 0.99, 2 buddies, by output", "buddymoe",
+                            {"on_miss": {"by": "output", "alpha": 0.99, "max_buddies": 2, "rho": None}},
+                            most_top_k=4),
+                    Variant("cft 0.95, 16 buddies, by output", "buddymoe", {"on_miss": {"by": "output", "rho": None}},
+                            least_top_k=5), "buddymoe-own-weight"), score="all", stepped=True),
 )  # fmt: skip
 
 
@@ -123,16 +112,11 @@ _TABLES = {
     ),
 }  # fmt: skip
 _FIGURES = {
-    "buddymoe.png": Figure(
-        (
-            Panel(
-                kind="point", each=("budget",), x="tpot_s", x_scale=1e3, y="quality.kl_nats", series="policy",
-                from_zero=True, x_label="TPOT (ms)", y_label="mean KL from lossless (nats)",
-                title="cache rate {budget}, {link_gbps:g} GB/s",
-            ),
-        ),
-        size=(4.2, 4.6), highlight=("buddymoe-own-weight",),
-    ),
+    "buddymoe.png": Figure((Panel(kind="point", each=("budget",), x="tpot_s", x_scale=1e3, y="quality.kl_nats",
+                                  series="policy", from_zero=True, x_label="TPOT (ms)",
+                                  y_label="mean KL from lossless (nats)",
+                                  title="cache rate {budget}, {link_gbps:g} GB/s"),), size=(4.2, 4.6),
+                           highlight=("buddymoe-own-weight",)),
 }  # fmt: skip
 
 Wanted = Literal["better", "no worse"]

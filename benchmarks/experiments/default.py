@@ -27,26 +27,16 @@ _SECTIONS = (
 )  # fmt: skip
 _BARS = (RatioBar(section="budgets", of="default", over=("on-demand", "next-gate", "auto"), limit=1.05),)
 _TABLES = {
-    "budgets": table(
-        [
-            ("GB/s", "{link_gbps:g}"), ("budget", "{budget}"), ("policy", "{policy}"), ("hit rate", "{hit_rate:.1%}"),
-            ("TTFT (ms)", "{ttft_ms:.1f}"), ("TPOT (ms)", TPOT),
-            ("times faster than on-demand", over("on-demand", inverse=True)),
-            ("default over it", over("default", inverse=True)), *COPIES,
-        ],
-    ),
+    "budgets": table([("GB/s", "{link_gbps:g}"), ("budget", "{budget}"), ("policy", "{policy}"),
+                      ("hit rate", "{hit_rate:.1%}"), ("TTFT (ms)", "{ttft_ms:.1f}"), ("TPOT (ms)", TPOT),
+                      ("times faster than on-demand", over("on-demand", inverse=True)),
+                      ("default over it", over("default", inverse=True)), *COPIES]),
 }  # fmt: skip
 _FIGURES = {
-    "default.png": Figure(
-        (
-            Panel(
-                each=("link_gbps",), x="expert_budget_bytes", x_scale=1e-6, y="tpot_s", y_scale=1e3, series="policy",
-                level=("all-resident",), from_zero=True, x_label="device memory for experts (MB of 101)",
-                y_label="time per output token (ms)", title="link of {link_gbps:g} GB/s",
-            ),
-        ),
-        size=(4.4, 3.4), highlight=("default",),
-    ),
+    "default.png": Figure((Panel(each=("link_gbps",), x="expert_budget_bytes", x_scale=1e-6, y="tpot_s", y_scale=1e3,
+                                 series="policy", level=("all-resident",), from_zero=True,
+                                 x_label="device memory for experts (MB of 101)", y_label="time per output token (ms)",
+                                 title="link of {link_gbps:g} GB/s"),), size=(4.4, 3.4), highlight=("default",)),
 }  # fmt: skip
 
 

@@ -44,162 +44,90 @@ from ..papers import CLAIMS, Comparison, judged
 from ..replayed import Replayed
 
 _SECTIONS = (
-    Served(
-        "budgets",
-        variants(
-            "on-demand", "cache-only", "prefetch-only", "pre-gated", "mixtral-offloading", "adapmoe-lossless",
-            "moe-infinity", "moe-infinity-sync", "moepic",
-        ),
-        score="lossy",
-    ),
-    Served(
-        "ablation", variants("moepic", "moepic-no-sp", "moepic-no-lcp", "moepic-no-cca"), budgets=("0.25", "0.5"),
-        links="first", score="lossy",
-    ),
-    Served(
-        "sensitivity",
-        variants(
-            "moepic", Variant("theta 0.1", "moepic-no-cca", {"split": {"theta": 0.1}}),
-            Variant("theta 0.25", "moepic-no-cca", {"split": {"theta": 0.25}}),
-            Variant("theta 0.4", "moepic-no-cca", {"split": {"theta": 0.4}}),
-            Variant("theta 0.5", "moepic-no-cca", {"split": {"theta": 0.5}}),
-            Variant("theta 0.75", "moepic-no-cca", {"split": {"theta": 0.75}}),
-            Variant("theta 1", "moepic-no-cca", {"split": {"theta": 1.0}}),
-            Variant("zeta 0.005", "moepic", {"split": {"zeta": 0.005}}),
-            Variant("zeta 0.01", "moepic", {"split": {"zeta": 0.01}}),
-            Variant("zeta 0.02", "moepic", {"split": {"zeta": 0.02}}),
-            Variant("zeta 0.05", "moepic", {"split": {"zeta": 0.05}}),
-        ),
-        budgets=("0.25",), links="first", score="lossy",
-    ),
-    Replayed(
-        "links", variants("mixtral-offloading", "adapmoe-lossless", "moe-infinity", "moe-infinity-sync", "moepic"),
-        budgets=("0.25", "0.5"), ratios=(0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0),
-    ),
+    Served("budgets",
+           variants("on-demand", "cache-only", "prefetch-only", "pre-gated", "mixtral-offloading", "adapmoe-lossless",
+                    "moe-infinity", "moe-infinity-sync", "moepic"), score="lossy"),
+    Served("ablation", variants("moepic", "moepic-no-sp", "moepic-no-lcp", "moepic-no-cca"), budgets=("0.25", "0.5"),
+           links="first", score="lossy"),
+    Served("sensitivity",
+           variants("moepic", Variant("theta 0.1", "moepic-no-cca", {"split": {"theta": 0.1}}),
+                    Variant("theta 0.25", "moepic-no-cca", {"split": {"theta": 0.25}}),
+                    Variant("theta 0.4", "moepic-no-cca", {"split": {"theta": 0.4}}),
+                    Variant("theta 0.5", "moepic-no-cca", {"split": {"theta": 0.5}}),
+                    Variant("theta 0.75", "moepic-no-cca", {"split": {"theta": 0.75}}),
+                    Variant("theta 1", "moepic-no-cca", {"split": {"theta": 1.0}}),
+                    Variant("zeta 0.005", "moepic", {"split": {"zeta": 0.005}}),
+                    Variant("zeta 0.01", "moepic", {"split": {"zeta": 0.01}}),
+                    Variant("zeta 0.02", "moepic", {"split": {"zeta": 0.02}}),
+                    Variant("zeta 0.05", "moepic", {"split": {"zeta": 0.05}})), budgets=("0.25",), links="first",
+           score="lossy"),
+    Replayed("links", variants("mixtral-offloading", "adapmoe-lossless", "moe-infinity", "moe-infinity-sync", "moepic"),
+             budgets=("0.25", "0.5"), ratios=(0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)),
 )  # fmt: skip
 COMPARISONS = (
-    Comparison(
-        "TPOT of moepic over", "Figure 7d", "budgets", "tpot_s",
-        {
-            "prefetch-only": 0.343, "pre-gated": 0.343, "mixtral-offloading": 0.525, "adapmoe-lossless": 0.59,
-            "moe-infinity-sync": 0.625,
-        },
-        of="moepic",
-        why={
-            "prefetch-only": "slower where little fits, faster at budget 0.75", "pre-gated": "the same",
-            "mixtral-offloading": "it waits for its prefetches",
-            "adapmoe-lossless": "not its waits but its host, see below",
-        },
-    ),
-    Comparison(
-        "TTFT of moepic over", "Figure 7a", "budgets", "ttft_s",
-        {"pre-gated": 0.554, "mixtral-offloading": 0.808, "adapmoe-lossless": 0.803, "moe-infinity-sync": 0.827},
-        of="moepic",
-    ),
-    Comparison(
-        "TPOT over moepic's of", "Table 3", "ablation", "tpot_s",
-        {"moepic-no-sp": 1.32, "moepic-no-lcp": 1.19, "moepic-no-cca": 1.46}, over="moepic", by="of",
-        why={"moepic-no-lcp": "most of it is random eviction's Python: it hardly waits"},
-    ),
-    Comparison(
-        "TPOT of moepic over", "not in the paper", "budgets", "tpot_s", {"cache-only": "lower", "on-demand": "lower"},
-        of="moepic", headline=False,
-    ),
+    Comparison("TPOT of moepic over", "Figure 7d", "budgets", "tpot_s",
+               {"prefetch-only": 0.343, "pre-gated": 0.343, "mixtral-offloading": 0.525, "adapmoe-lossless": 0.59,
+                "moe-infinity-sync": 0.625}, of="moepic",
+               why={"prefetch-only": "slower where little fits, faster at budget 0.75", "pre-gated": "the same",
+                    "mixtral-offloading": "it waits for its prefetches",
+                    "adapmoe-lossless": "not its waits but its host, see below"}),
+    Comparison("TTFT of moepic over", "Figure 7a", "budgets", "ttft_s",
+               {"pre-gated": 0.554, "mixtral-offloading": 0.808, "adapmoe-lossless": 0.803, "moe-infinity-sync": 0.827},
+               of="moepic"),
+    Comparison("TPOT over moepic's of", "Table 3", "ablation", "tpot_s",
+               {"moepic-no-sp": 1.32, "moepic-no-lcp": 1.19, "moepic-no-cca": 1.46}, over="moepic", by="of",
+               why={"moepic-no-lcp": "most of it is random eviction's Python: it hardly waits"}),
+    Comparison("TPOT of moepic over", "not in the paper", "budgets", "tpot_s",
+               {"cache-only": "lower", "on-demand": "lower"}, of="moepic", headline=False),
 )  # fmt: skip
 _BARS = (
-    RatioBar(
-        section="budgets", of="moepic",
-        over=("pre-gated", "mixtral-offloading", "adapmoe-lossless", "moe-infinity", "moe-infinity-sync"),
-        budgets=("0.25", "0.5"), regime=True, limit=0.7,
-    ),
+    RatioBar(section="budgets", of="moepic",
+             over=("pre-gated", "mixtral-offloading", "adapmoe-lossless", "moe-infinity", "moe-infinity-sync"),
+             budgets=("0.25", "0.5"), regime=True, limit=0.7),
 )  # fmt: skip
 _TABLES = {
-    "links": table(
-        [
-            ("GB/s", "{gbps:g}"), ("loading (ms)", lambda row: f"{row['load_s'] * 1e3:.2f}"),
-            ("computing (ms)", lambda row: f"{row['compute_s'] * 1e3:.2f}"), ("loading over computing", "{ratio:.2f}"),
-            ("in the regime", yes_no("in_regime")),
-        ],
-        source="settings.links",
-    ),
+    "links": table([("GB/s", "{gbps:g}"), ("loading (ms)", lambda row: f"{row['load_s'] * 1e3:.2f}"),
+                    ("computing (ms)", lambda row: f"{row['compute_s'] * 1e3:.2f}"),
+                    ("loading over computing", "{ratio:.2f}"), ("in the regime", yes_no("in_regime"))],
+                   source="settings.links"),
     "table1": pivot([("policy", "{policy}")], "{size} experts", "{hit_rate:.2%}", source="hits.rates"),
-    "budgets": table(
-        [
-            *AT, ("hit rate", "{hit_rate:.1%}"), ("TTFT (ms)", "{ttft_ms:.1f}"), ("TPOT (ms)", TPOT),
-            ("moepic over it", over("moepic", inverse=True)), *COPIES,
-        ],
-        section="budgets",
-    ),
-    "quality": table(
-        [
-            ("policy", "{policy}"), ("budget", "{budget}"), ("GB/s", "{link_gbps:g}"),
-            ("perplexity over lossless", "{perplexity_ratio:.4f}"), ("top-1 agreement", "{top1_agreement:.2%}"),
-            ("mean KL (nats)", "{kl_nats:.5f}"), ("answers with the same tokens", "{same_tokens:.0%}"),
-        ],
-        lossless=False, section="budgets",
-    ),
-    "simulated-links": pivot(
-        [("budget", "{budget}"), ("GB/s", "{link_gbps:g}"), ("loading over computing", "{ratio:.2f}")], "{policy}",
-        "{tpot_ms:.2f}", section="links",
-    ),
-    "ablation": table(
-        [
-            *AT, ("TTFT (ms)", "{ttft_ms:.1f}"), ("over moepic", over("moepic", "ttft_s")),
-            ("TPOT (ms)", "{tpot_ms:.2f}"), ("over moepic", over("moepic")), ("hit rate", "{hit_rate:.1%}"),
-        ],
-        section="ablation",
-    ),
-    "sensitivity": table(
-        [
-            *AT, ("hit rate", "{hit_rate:.1%}"), ("TTFT (ms)", "{ttft_ms:.1f}"), ("TPOT (ms)", TPOT),
-            ("moepic over it", over("moepic", inverse=True)), *COPIES,
-        ],
-        section="sensitivity",
-    ),
+    "budgets": table([*AT, ("hit rate", "{hit_rate:.1%}"), ("TTFT (ms)", "{ttft_ms:.1f}"), ("TPOT (ms)", TPOT),
+                      ("moepic over it", over("moepic", inverse=True)), *COPIES], section="budgets"),
+    "quality": table([("policy", "{policy}"), ("budget", "{budget}"), ("GB/s", "{link_gbps:g}"),
+                      ("perplexity over lossless", "{perplexity_ratio:.4f}"),
+                      ("top-1 agreement", "{top1_agreement:.2%}"), ("mean KL (nats)", "{kl_nats:.5f}"),
+                      ("answers with the same tokens", "{same_tokens:.0%}")], lossless=False, section="budgets"),
+    "simulated-links": pivot([("budget", "{budget}"), ("GB/s", "{link_gbps:g}"),
+                              ("loading over computing", "{ratio:.2f}")], "{policy}", "{tpot_ms:.2f}", section="links"),
+    "ablation": table([*AT, ("TTFT (ms)", "{ttft_ms:.1f}"), ("over moepic", over("moepic", "ttft_s")),
+                       ("TPOT (ms)", "{tpot_ms:.2f}"), ("over moepic", over("moepic")), ("hit rate", "{hit_rate:.1%}")],
+                      section="ablation"),
+    "sensitivity": table([*AT, ("hit rate", "{hit_rate:.1%}"), ("TTFT (ms)", "{ttft_ms:.1f}"), ("TPOT (ms)", TPOT),
+                          ("moepic over it", over("moepic", inverse=True)), *COPIES], section="sensitivity"),
     "lcp": pivot([("rho", "{rho:g}")], "omega {omega}", "{hit_rate:.2%}", source="hits.lcp"),
-    "memory": pivot(
-        [("policy", "{policy}")], "{target_ms:g} ms",
-        lambda row: f"{'<= ' if row['at_most'] else ''}{row['bytes'] / 1e6:.1f}", source="footprints",
-    ),
+    "memory": pivot([("policy", "{policy}")], "{target_ms:g} ms",
+                    lambda row: f"{'<= ' if row['at_most'] else ''}{row['bytes'] / 1e6:.1f}", source="footprints"),
 }  # fmt: skip
 _FIGURES = {
-    "moepic-budgets.png": Figure(
-        (
-            Panel(
-                where={"section": "budgets"}, each=("link_gbps",), x="expert_budget_bytes", x_scale=1e-6, y="ttft_s",
-                y_scale=1e3, series="policy", from_zero=True, x_label="budget (MB of experts)", y_label="TTFT (ms)",
-                title="{link_gbps:g} GB/s",
-            ),
-            Panel(
-                where={"section": "budgets"}, each=("link_gbps",), x="expert_budget_bytes", x_scale=1e-6, y="tpot_s",
-                y_scale=1e3, series="policy", from_zero=True, x_label="budget (MB of experts)", y_label="TPOT (ms)",
-                title="{link_gbps:g} GB/s",
-            ),
-        ),
-        size=(5.0, 3.2), highlight=("moepic",),
-    ),
-    "moepic-memory.png": Figure(
-        (
-            Panel(
-                source="hits.rates", x="size", y="hit_rate", series="policy", executor="simulated",
-                x_label="cached experts of a layer", y_label="hit rate", title="hit rate by eviction",
-            ),
-            Panel(
-                source="footprints", x="target_ms", y="bytes", y_scale=1e-6, series="policy", executor="emulated",
-                x_label="target TPOT (ms)", y_label="expert memory (MB)", title="memory for a time per token",
-            ),
-        ),
-        size=(4.5, 3.4), highlight=("moepic", "lcp"), beside=True,
-    ),
-    "moepic-sensitivity.png": Figure(
-        (
-            Panel(
-                where={"section": "sensitivity"}, kind="bar", each=("budget", "link_gbps"), x="policy", y="tpot_s",
-                y_scale=1e3, x_label=" ", y_label="TPOT (ms)", title="budget {budget}, {link_gbps:g} GB/s",
-            ),
-        ),
-        size=(5.0, 3.4), highlight=("moepic",),
-    ),
+    "moepic-budgets.png": Figure((Panel(where={"section": "budgets"}, each=("link_gbps",), x="expert_budget_bytes",
+                                        x_scale=1e-6, y="ttft_s", y_scale=1e3, series="policy", from_zero=True,
+                                        x_label="budget (MB of experts)", y_label="TTFT (ms)",
+                                        title="{link_gbps:g} GB/s"),
+                                  Panel(where={"section": "budgets"}, each=("link_gbps",), x="expert_budget_bytes",
+                                        x_scale=1e-6, y="tpot_s", y_scale=1e3, series="policy", from_zero=True,
+                                        x_label="budget (MB of experts)", y_label="TPOT (ms)",
+                                        title="{link_gbps:g} GB/s")), size=(5.0, 3.2), highlight=("moepic",)),
+    "moepic-memory.png": Figure((Panel(source="hits.rates", x="size", y="hit_rate", series="policy",
+                                       executor="simulated", x_label="cached experts of a layer", y_label="hit rate",
+                                       title="hit rate by eviction"),
+                                 Panel(source="footprints", x="target_ms", y="bytes", y_scale=1e-6, series="policy",
+                                       executor="emulated", x_label="target TPOT (ms)", y_label="expert memory (MB)",
+                                       title="memory for a time per token")), size=(4.5, 3.4),
+                                highlight=("moepic", "lcp"), beside=True),
+    "moepic-sensitivity.png": Figure((Panel(where={"section": "sensitivity"}, kind="bar", each=("budget", "link_gbps"),
+                                            x="policy", y="tpot_s", y_scale=1e3, x_label=" ", y_label="TPOT (ms)",
+                                            title="budget {budget}, {link_gbps:g} GB/s"),), size=(5.0, 3.4),
+                                     highlight=("moepic",)),
 }  # fmt: skip
 
 
@@ -212,10 +140,9 @@ _PAPER_TABLE1 = (
 _PAPER_TABLE3 = (("moepic-no-sp", "1.05", "1.32"), ("moepic-no-lcp", "1.09", "1.19"), ("moepic-no-cca", "1.21", "1.46"))
 _PAPER = {
     "paper-table1": fixed(("policy", *(f"{size} of 60" for size in (10, 20, 30, 40, 50))), _PAPER_TABLE1),
-    "paper-table3": fixed(
-        ("policy", "TTFT over MoEpic's in the paper", "TPOT over MoEpic's in the paper"), _PAPER_TABLE3
-    ),
-}
+    "paper-table3": fixed(("policy", "TTFT over MoEpic's in the paper", "TPOT over MoEpic's in the paper"),
+                          _PAPER_TABLE3),
+}  # fmt: skip
 
 
 def _after(study: Study) -> dict[str, Any]:

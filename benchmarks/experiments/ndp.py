@@ -38,43 +38,31 @@ def _variant(placement: str, kind: str, bits: int) -> Variant:
 
 
 _SECTIONS = (
-    Served(
-        "quality",
-        variants(
-            Variant("context, full precision", "context-ndp-full"),
-            *(_variant("context", "uniform", bits) for bits in (4, 3, 2, 1)),
-            *(_variant("context", "prefix-split", bits) for bits in (3, 2)),
-            *(_variant("static", kind, bits) for kind in ("uniform", "prefix-split") for bits in (3, 2)),
-        ),
-        links="none", serve=False, score="all",
-    ),
+    Served("quality",
+           variants(Variant("context, full precision", "context-ndp-full"),
+                    *(_variant("context", "uniform", bits) for bits in (4, 3, 2, 1)),
+                    *(_variant("context", "prefix-split", bits) for bits in (3, 2)),
+                    *(_variant("static", kind, bits) for kind in ("uniform", "prefix-split") for bits in (3, 2))),
+           links="none", serve=False, score="all"),
 )  # fmt: skip
 _TABLES = {
-    "quality": table(
-        [
-            ("placement, precision", "{case}"),
-            ("perplexity", "{perplexity:.3f} ({perplexity_low:.3f} to {perplexity_high:.3f})"),
-            ("over lossless", "{perplexity_ratio:.4f} ({perplexity_ratio_low:.4f} to {perplexity_ratio_high:.4f})"),
-            ("top-1 agreement", "{top1_agreement:.2%} ({top1_agreement_low:.2%} to {top1_agreement_high:.2%})"),
-            ("mean KL (nats)", "{kl_nats:.5f} ({kl_nats_low:.5f} to {kl_nats_high:.5f})"),
-            ("multiple choice", "{choice_accuracy:.1%} ({choice_accuracy_low:.1%} to {choice_accuracy_high:.1%})"),
-            ("experts on NDP", "{ndp_share:.1%}"),
-        ],
-    ),
-    "similarity": table(
-        [("layer", "{layer}"), ("own", "{own:.3f}"), ("another's", "{other:.3f}")], source="similarity.layers",
-    ),
+    "quality": table([("placement, precision", "{case}"),
+                      ("perplexity", "{perplexity:.3f} ({perplexity_low:.3f} to {perplexity_high:.3f})"),
+                      ("over lossless",
+                       "{perplexity_ratio:.4f} ({perplexity_ratio_low:.4f} to {perplexity_ratio_high:.4f})"),
+                      ("top-1 agreement",
+                       "{top1_agreement:.2%} ({top1_agreement_low:.2%} to {top1_agreement_high:.2%})"),
+                      ("mean KL (nats)", "{kl_nats:.5f} ({kl_nats_low:.5f} to {kl_nats_high:.5f})"),
+                      ("multiple choice",
+                       "{choice_accuracy:.1%} ({choice_accuracy_low:.1%} to {choice_accuracy_high:.1%})"),
+                      ("experts on NDP", "{ndp_share:.1%}")]),
+    "similarity": table([("layer", "{layer}"), ("own", "{own:.3f}"), ("another's", "{other:.3f}")],
+                        source="similarity.layers"),
 }  # fmt: skip
 _FIGURES = {
-    "ndp-similarity.png": Figure(
-        (
-            Panel(
-                source="similarity.layers", kind="bar", x="layer", y="own", executor="emulated", from_zero=True,
-                mean=True, x_label="MoE layer", y_label="cosine similarity of prefill and decode",
-            ),
-        ),
-        size=(6.4, 3.2),
-    ),
+    "ndp-similarity.png": Figure((Panel(source="similarity.layers", kind="bar", x="layer", y="own", executor="emulated",
+                                        from_zero=True, mean=True, x_label="MoE layer",
+                                        y_label="cosine similarity of prefill and decode"),), size=(6.4, 3.2)),
 }  # fmt: skip
 
 
@@ -84,7 +72,7 @@ def _judge(study: Study) -> None:
     Two bars for each pair: it is not significantly worse (KL), and the text suffices to exclude a noticeable loss.
     Variants of context placement must demand nothing while they decode.
     """
-    options = study.experiment.workload.quality.options
+    options = study.experiment.workload.quality
     found = {
         outcome.policy: quality_of(outcome.quality, outcome.policy, outcome.lossless, options)
         for cell, measured in study.ran if cell.section == "quality"
@@ -114,7 +102,7 @@ def _similarity(study: Study) -> dict[str, Any]:
     def measure() -> dict[str, Any]:
         from tiermoe.cluster.jobs.evaluate.scoring import Evaluation
 
-        options = study.experiment.workload.quality.options
+        options = study.experiment.workload.quality
         windows = Evaluation(study.base.model_dir, options).windows[:_ALIKE]
         texts = Split((), tuple(window.ids for window in windows))
         longest, out = max(map(len, texts.measure)), study.scratch / "similarity"

@@ -22,13 +22,10 @@ from tiermoe.cluster.jobs.bench.page import table
 _SECTIONS = (Served("prefetch", variants("on-demand", "next-gate"), warm=False),)
 _BARS = (RatioBar(section="prefetch", of="next-gate", over=("on-demand",), measure="blocked_io_s", limit=0.8),)
 _TABLES = {
-    "waits": table(
-        [
-            ("policy", "{policy}"), ("blocked I/O (s)", "{blocked_io_s:.3f}"),
-            ("link busy (s)", lambda row: f"{median(row['values']['total_io_s']):.2f}"), ("hit rate", "{hit_rate:.3f}"),
-            ("loaded (MB)", "{mb_loaded:.0f}"), ("wasted (MB)", "{mb_wasted:.0f}"), ("TPOT (ms)", "{tpot_ms:.2f}"),
-        ],
-    ),
+    "waits": table([("policy", "{policy}"), ("blocked I/O (s)", "{blocked_io_s:.3f}"),
+                    ("link busy (s)", lambda row: f"{median(row['values']['total_io_s']):.2f}"),
+                    ("hit rate", "{hit_rate:.3f}"), ("loaded (MB)", "{mb_loaded:.0f}"),
+                    ("wasted (MB)", "{mb_wasted:.0f}"), ("TPOT (ms)", "{tpot_ms:.2f}")]),
 }  # fmt: skip
 
 

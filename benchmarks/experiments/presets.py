@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ from ..papers import ROUTING, Synthetic, Traces, judged
 on = partial(Synthetic, machine="a100-pcie4")
 _FAMILIES = ("flat", "sticky", "drift")
 # 8 layers stand for a model: the host's time of a forward is scaled with them.
-_SIZES = {"learn": 3, "measure": 2, "prompt": 32, "decode": 48, "distances": 3, "layers": 8}
+_SIZES: dict[str, Any] = {"learn": 3, "measure": 2, "prompt": 32, "decode": 48, "distances": 3, "layers": 8}
 # Beside a CPU that reads 85 GB/s, as a host of 100 GB/s, and gives 12 rows the time of one; 25 us a message and its
 # answer.
 _NEAR_DATA = on(
@@ -33,20 +33,16 @@ _NEAR_DATA = on(
     sweep={"machine.link_gbps": (25,)},
 )  # fmt: skip
 _TABLES = {
-    "presets": pivot(
-        [("GB/s", "{link_gbps:g}"), ("budget", "{budget}")], "{policy}", "{tpot_ms:.2f}", each=("shape", "family"),
-        heading="### {shape}, routing {family}: ms a decoded token", section="presets",
-    ),
-    "near-data": pivot(
-        [("GB/s", "{link_gbps:g}"), ("budget", "{budget}")], "{policy}", "{tpot_ms:.2f} ({ttft_ms:.0f})",
-        each=("shape", "family"),
-        heading="### {shape}, routing {family}, beside a CPU: ms a decoded token (ms to the first token)",
-        section="near-data",
-    ),
-    "hits": pivot(
-        [("budget", "{budget}")], "{policy}", "{decode_hit_rate:.1%}", each=("shape", "family"),
-        heading="### {shape}, routing {family}: hit rate in decode at 25 GB/s", section="presets", link_gbps=25.0,
-    ),
+    "presets": pivot([("GB/s", "{link_gbps:g}"), ("budget", "{budget}")], "{policy}", "{tpot_ms:.2f}",
+                     each=("shape", "family"), heading="### {shape}, routing {family}: ms a decoded token",
+                     section="presets"),
+    "near-data": pivot([("GB/s", "{link_gbps:g}"), ("budget", "{budget}")], "{policy}", "{tpot_ms:.2f} ({ttft_ms:.0f})",
+                       each=("shape", "family"),
+                       heading="### {shape}, routing {family}, beside a CPU: ms a decoded token (ms to the first "
+                               "token)", section="near-data"),
+    "hits": pivot([("budget", "{budget}")], "{policy}", "{decode_hit_rate:.1%}", each=("shape", "family"),
+                  heading="### {shape}, routing {family}: hit rate in decode at 25 GB/s", section="presets",
+                  link_gbps=25.0),
 }  # fmt: skip
 
 

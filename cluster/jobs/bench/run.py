@@ -189,8 +189,8 @@ def run_experiment(
 
 def _made(experiment: Experiment, random: NamedModel, progress: Progress | None) -> Path:
     """The folder of a random model, after a look at what its experts and the slots of all workers of a cell take."""
-    for section in experiment.running:
-        for budget in section.budgets or experiment.grid.budgets if isinstance(section, Served) else ():
+    for section in (section for section in experiment.running if isinstance(section, Served)):
+        for budget in section.budgets or experiment.grid.budgets:
             share = parse_budget(budget)
             if not isinstance(share, AutoBudget):
                 held = share if isinstance(share, float) else min(1.0, share / random.expert_bytes)
