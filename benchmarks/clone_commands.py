@@ -10,8 +10,8 @@ import typer
 from tiermoe.cluster.commands import Command
 from tiermoe.cluster.jobs.bench.bench_commands import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.cases import command
-from tiermoe.cluster.jobs.bench.experiment import parts
 from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
+from tiermoe.cluster.jobs.bench.options import parts
 from tiermoe.cluster.report.files import check_folder
 from tiermoe.cluster.report.tables import results, show
 from tiermoe.errors import ConfigError

@@ -20,9 +20,10 @@ from rich.progress import Progress
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import budget_bytes
 from tiermoe.cluster.config import parse_budget
-from tiermoe.cluster.jobs.bench.experiment import Experiment, LinkAt, Simulated, plain, require_each_once
+from tiermoe.cluster.jobs.bench.experiment import Experiment, LinkAt, Simulated, plain
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Row, advancing, median_of, paired, rounded
 from tiermoe.cluster.jobs.bench.nodes import over_processes
+from tiermoe.cluster.jobs.bench.options import require_each_once
 from tiermoe.cluster.jobs.bench.page import Table, select, table, write_folder
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split

@@ -11,22 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tiermoe.cluster.jobs.bench.experiment import (
-    Experiment,
-    Grid,
-    MaxTokens,
-    Repeats,
-    Served,
-    TraceSizes,
-    Variant,
-    Warm,
-    Workload,
-    chosen_budgets,
-    chosen_numbers,
-    counted,
-    variants,
-)
-from tiermoe.cluster.jobs.bench.experiment import parts as split
+from tiermoe.cluster.jobs.bench import options
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Grid, Served, TraceSizes, Variant, Workload, variants
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, Spread, values_of
 from tiermoe.cluster.jobs.bench.page import Figure, Panel, lossy_marked, pivot, ranged, table, yes_no
 from tiermoe.cluster.jobs.bench.run import Study
@@ -221,11 +207,11 @@ def experiment(
         str,
         typer.Option(help="Of each simulated link: loading over computing. The first is the emulated one too."),
     ] = "1,2.5",
-    short_tokens: Annotated[int, counted("Of each prompt of short context.")] = 32,
-    long_tokens: Annotated[int, counted("Of each prompt of long context.")] = 256,
-    prompts: Annotated[int, counted("Held-out prompts that are counted in replays, of each context.")] = 8,
-    warm: Warm = 4, max_tokens: MaxTokens = 48, repeats: Repeats = 5,
-    prompts_each: Annotated[int, counted("Held-out prompts of an emulated repetition, each met once.")] = 1,
+    short_tokens: Annotated[int, options.count("Of each prompt of short context.")] = 32,
+    long_tokens: Annotated[int, options.count("Of each prompt of long context.")] = 256,
+    prompts: Annotated[int, options.count("Held-out prompts that are counted in replays, of each context.")] = 8,
+    warm: options.Warm = 4, max_tokens: options.MaxTokens = 48, repeats: options.Repeats = 5,
+    prompts_each: Annotated[int, options.count("Held-out prompts of an emulated repetition, each met once.")] = 1,
     parts: Annotated[
         str,
         typer.Option(help="Sections to run: table, capacity, alpha (together: simulated), emulated. What is left out "
@@ -235,14 +221,14 @@ def experiment(
     """ActiveEvict against its baselines: blocking and total I/O, transfers, ablation; recorded traces, real runs."""
     return Experiment(
         name="activeevict", title="ActiveEvict: pre-eviction against prefetching", sections=_SECTIONS,
-        parts=split(parts),
+        parts=options.parts(parts),
         workload=Workload(
             contexts={"short": short_tokens, "long": long_tokens}, warm=warm, prompts=prompts_each,
             max_tokens=max_tokens, repeats=repeats,
             trace=TraceSizes(learn=warm, measure=prompts, tokens=max_tokens, distances=2),
         ),
         grid=Grid(
-            chosen_budgets(budgets), ratios=chosen_numbers(ratios, "ratios"), latency_us=10.0, calibrate="trace"
+            options.budgets(budgets), ratios=options.numbers(ratios, "ratios"), latency_us=10.0, calibrate="trace"
         ),
         after=_after,
         shown=("section", "context", "budget", "ratio", "policy", "writes_back", "blocking_ms", "total_ms",

@@ -10,23 +10,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import typer
 
-from tiermoe.cluster.jobs.bench.experiment import (
-    DecodeTokens,
-    Documents,
-    Experiment,
-    Grid,
-    Prompts,
-    PromptTokens,
-    Repeats,
-    Served,
-    Variant,
-    Warm,
-    Workload,
-    chosen_budgets,
-    chosen_numbers,
-    counted,
-    variants,
-)
+from tiermoe.cluster.jobs.bench import options
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Grid, Served, Variant, Workload, variants
 from tiermoe.cluster.jobs.bench.metrics import Bar, Row, cells_of
 from tiermoe.cluster.jobs.bench.page import Figure, Panel, fixed, over, table
 from tiermoe.cluster.jobs.bench.run import Study
@@ -198,7 +183,7 @@ def _after(study: Study) -> dict[str, Any]:
 
 
 def experiment(
-    repeats: Repeats = 5,
+    repeats: options.Repeats = 5,
     rates: Annotated[
         str, typer.Option(help="Cache rates: shares of the experts that fit, separated by commas.")
     ] = "0.75,0.5,0.375",
@@ -206,11 +191,12 @@ def experiment(
     link: Annotated[
         float | None, typer.Option(help="Emulated link in 1e9 bytes per second, in place of it.")
     ] = None,
-    prompts: Prompts = 1, warm: Warm = 2, prompt_tokens: PromptTokens = 32, max_tokens: DecodeTokens = 24,
-    documents: Documents = 36,
-    items: Annotated[int, counted("Most multiple-choice items of each document.")] = 1,
-    prefix: Annotated[int, counted("Tokens that are prefilled in each window.")] = 32,
-    continuation: Annotated[int, counted("Tokens that are scored after them.")] = 40,
+    prompts: options.Prompts = 1, warm: options.Warm = 2, prompt_tokens: options.PromptTokens = 32,
+    max_tokens: options.DecodeTokens = 24,
+    documents: options.Documents = 36,
+    items: Annotated[int, options.count("Most multiple-choice items of each document.")] = 1,
+    prefix: Annotated[int, options.count("Tokens that are prefilled in each window.")] = 32,
+    continuation: Annotated[int, options.count("Tokens that are scored after them.")] = 40,
 ) -> Experiment:  # fmt: skip
     """BuddyMoE against random replacement and dropping: quality and speed at three cache rates."""
     return Experiment(
@@ -222,8 +208,8 @@ def experiment(
             ),
         ),
         grid=Grid(
-            chosen_budgets(rates, "rates"), ratios=chosen_numbers(str(ratio), "ratio"),
-            link=None if link is None else chosen_numbers(str(link), "link")[0], calibrate="resident",
+            options.budgets(rates, "rates"), ratios=options.numbers(str(ratio), "ratio"),
+            link=None if link is None else options.numbers(str(link), "link")[0], calibrate="resident",
         ),
         regime=(2.0, 3.0), after=_after,
         shown=("policy", "budget", "link_gbps", "tpot_ms", "perplexity_ratio", "top1_agreement", "kl_nats",

@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from tiermoe.cluster.jobs.bench.experiment import (
-    Budgets,
-    DecodeTokens,
-    Experiment,
-    Grid,
-    Links,
-    Prompts,
-    PromptTokens,
-    RatioBar,
-    Repeats,
-    Served,
-    Warm,
-    Workload,
-    chosen_budgets,
-    chosen_links,
-    variants,
-)
+from tiermoe.cluster.jobs.bench import options
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Grid, RatioBar, Served, Workload, variants
 from tiermoe.cluster.jobs.bench.page import COPIES, TPOT, Figure, Panel, over, table
 
 _SECTIONS = (
@@ -41,8 +26,9 @@ _FIGURES = {
 
 
 def experiment(
-    repeats: Repeats = 5, budgets: Budgets = "0.125,0.25,0.5", links: Links = "2,8,32", prompts: Prompts = 2,
-    warm: Warm = 2, prompt_tokens: PromptTokens = 32, max_tokens: DecodeTokens = 24,
+    repeats: options.Repeats = 5, budgets: options.Budgets = "0.125,0.25,0.5", links: options.Links = "2,8,32",
+    prompts: options.Prompts = 2,
+    warm: options.Warm = 2, prompt_tokens: options.PromptTokens = 32, max_tokens: options.DecodeTokens = 24,
 ) -> Experiment:  # fmt: skip
     """Time per output token of the default policy, next-gate, auto, on-demand and all-resident, by budget and link."""
     return Experiment(
@@ -51,7 +37,7 @@ def experiment(
         workload=Workload(
             prompt_tokens=prompt_tokens, max_tokens=max_tokens, warm=warm, prompts=prompts, repeats=repeats
         ),
-        grid=Grid(chosen_budgets(budgets), chosen_links(links), latency_us=10.0), bars=_BARS,
+        grid=Grid(options.budgets(budgets), options.links(links), latency_us=10.0), bars=_BARS,
         shown=("policy", "budget", "link_gbps", "hit_rate", "ttft_ms", "tpot_ms", "blocked_io_s",
                "mb_loaded", "mb_wasted"),
         tables=_TABLES, figures=_FIGURES,

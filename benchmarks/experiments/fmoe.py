@@ -5,19 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-from tiermoe.cluster.jobs.bench.experiment import (
-    Experiment,
-    Grid,
-    MaxTokens,
-    PromptTokens,
-    Repeats,
-    Served,
-    TraceSizes,
-    TraceTokens,
-    Workload,
-    counted,
-    variants,
-)
+from tiermoe.cluster.jobs.bench import options
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Grid, Served, TraceSizes, Workload, variants
 from tiermoe.cluster.jobs.bench.page import AT, COPIES, TPOT, Figure, Panel, over, pivot, table
 
 from ..papers import CLAIMS, Comparison, judged
@@ -73,9 +62,9 @@ _FIGURES = {
 
 
 def experiment(
-    repeats: Repeats = 5,
-    prompts: Annotated[int, counted("Held-out prompts, 70% of them to learn from.")] = 34,
-    prompt_tokens: PromptTokens = 32, max_tokens: MaxTokens = 8, trace_tokens: TraceTokens = 96,
+    repeats: options.Repeats = 5,
+    prompts: Annotated[int, options.count("Held-out prompts, 70% of them to learn from.")] = 34,
+    prompt_tokens: options.PromptTokens = 32, max_tokens: options.MaxTokens = 8, trace_tokens: options.TraceTokens = 96,
 ) -> Experiment:  # fmt: skip
     """fMoE against its baselines: hit rate, TTFT, TPOT, bytes."""
     return Experiment(

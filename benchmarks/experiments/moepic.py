@@ -12,25 +12,15 @@ import typer
 
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.moepic import Lcp
+from tiermoe.cluster.jobs.bench import options
 from tiermoe.cluster.jobs.bench.experiment import (
-    Budgets,
-    DecodeTokens,
     Experiment,
     Grid,
-    Prompts,
-    PromptTokens,
     RatioBar,
-    Repeats,
     Served,
     TraceSizes,
-    TraceTokens,
     Variant,
-    Warm,
     Workload,
-    chosen_budgets,
-    chosen_links,
-    chosen_numbers,
-    counted,
     variants,
 )
 from tiermoe.cluster.jobs.bench.metrics import Row, median_of
@@ -150,7 +140,7 @@ def _after(study: Study) -> dict[str, Any]:
 
 
 def experiment(
-    repeats: Repeats = 5, budgets: Budgets = "0.125,0.25,0.5,0.75",
+    repeats: options.Repeats = 5, budgets: options.Budgets = "0.125,0.25,0.5,0.75",
     ratios: Annotated[
         str,
         typer.Option(help="Of each emulated link: loading over computing. The first is that of ablation etc."),
@@ -158,9 +148,11 @@ def experiment(
     links: Annotated[
         str, typer.Option(help="Emulated links in 1e9 bytes per second, in place of --ratios.")
     ] = "",
-    prompts: Prompts = 2, warm: Warm = 6, prompt_tokens: PromptTokens = 32, max_tokens: DecodeTokens = 20,
-    tau: Annotated[int, counted("Tokens between two cache configurations.")] = 240, trace_tokens: TraceTokens = 64,
-    quality_documents: Annotated[int, counted("Held-out documents to score lossy policies on.")] = 2,
+    prompts: options.Prompts = 2, warm: options.Warm = 6, prompt_tokens: options.PromptTokens = 32,
+    max_tokens: options.DecodeTokens = 20,
+    tau: Annotated[int, options.count("Tokens between two cache configurations.")] = 240,
+    trace_tokens: options.TraceTokens = 64,
+    quality_documents: Annotated[int, options.count("Held-out documents to score lossy policies on.")] = 2,
 ) -> Experiment:  # fmt: skip
     """MoEpic against its baselines: TTFT and TPOT by budget and link, ablation, sensitivity, hit rates, memory."""
     return Experiment(
@@ -171,7 +163,7 @@ def experiment(
             quality=EvaluationOptions(documents=quality_documents),
         ),
         grid=Grid(
-            chosen_budgets(budgets), chosen_links(links) if links else (), chosen_numbers(ratios, "ratios"),
+            options.budgets(budgets), options.links(links) if links else (), options.numbers(ratios, "ratios"),
             calibrate="resident",
         ),
         # loading over computing where the paper measures (figure 2d: 34.55% to 49.45% of it can be hidden)

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from tiermoe.cluster.jobs.bench.experiment import (
-    Documents,
-    Experiment,
-    Grid,
-    Served,
-    Variant,
-    Workload,
-    counted,
-    variants,
-)
+from tiermoe.cluster.jobs.bench import options
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Grid, Served, Variant, Workload, variants
 from tiermoe.cluster.jobs.bench.metrics import Bar
 from tiermoe.cluster.jobs.bench.page import Figure, Panel, table
 from tiermoe.cluster.jobs.bench.run import Study
@@ -127,7 +119,7 @@ def _after(study: Study) -> dict[str, Any]:
 
 
 def experiment(
-    documents: Documents = None, windows: Annotated[int, counted("Windows of each document.")] = 2
+    documents: options.Documents = None, windows: Annotated[int, options.count("Windows of each document.")] = 2
 ) -> Experiment:
     """Quality of near-data execution by precision and placement; similarity of prefill and decode."""
     return Experiment(

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from tiermoe.cluster.jobs.bench.experiment import (
-    Budgets,
-    Experiment,
-    Grid,
-    Links,
-    RatioBar,
-    Repeats,
-    Served,
-    Workload,
-    chosen_budgets,
-    chosen_links,
-    variants,
-)
+from tiermoe.cluster.jobs.bench import options
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Grid, RatioBar, Served, Workload, variants
 from tiermoe.cluster.jobs.bench.page import table
 
 _SECTIONS = (Served("prefetch", variants("on-demand", "next-gate"), warm=False),)
@@ -29,12 +18,15 @@ _TABLES = {
 }  # fmt: skip
 
 
-def experiment(repeats: Repeats = 5, budget: Budgets = "0.25", link_gbps: Links = "2") -> Experiment:
+def experiment(
+    repeats: options.Repeats = 5, budget: options.Budgets = "0.25", link_gbps: options.Links = "2"
+) -> Experiment:
     """Blocked I/O with and without next-gate prefetch."""
     return Experiment(
         name="prefetch", title="Blocked I/O with and without prefetch", sections=_SECTIONS,
         workload=Workload(prompt_tokens=48, max_tokens=48, prompts=6, repeats=repeats, fresh=False),
-        grid=Grid(chosen_budgets(budget, "budget"), chosen_links(link_gbps, "link-gbps"), latency_us=10.0), bars=_BARS,
+        grid=Grid(options.budgets(budget, "budget"), options.links(link_gbps, "link-gbps"), latency_us=10.0),
+        bars=_BARS,
         shown=("policy", "budget", "link_gbps", "hit_rate", "ttft_ms", "tpot_ms", "blocked_io_s",
                "mb_loaded", "mb_wasted"),
         tables=_TABLES,

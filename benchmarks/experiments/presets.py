@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from tiermoe.cluster.jobs.bench.experiment import Experiment, chosen_budgets, chosen_policies, variants
-from tiermoe.cluster.jobs.bench.experiment import parts as split
+from tiermoe.cluster.jobs.bench import options
+from tiermoe.cluster.jobs.bench.experiment import Experiment, chosen_policies, variants
 from tiermoe.cluster.jobs.bench.page import pivot
 
 from ..papers import ROUTING, Synthetic, Traces, judged
@@ -60,13 +60,13 @@ def experiment(
     presets = on(
         "presets",
         chosen_policies(policies),
-        chosen_budgets(budgets),
+        options.budgets(budgets),
         assume={"forward_s": 5e-05},
         traces=Traces(_FAMILIES, ("mixtral-8x7b", "qwen3-30b-a3b"), **_SIZES),
         sweep={"machine.link_gbps": (12.5, 25, 50)},
     )
     return Experiment(
-        name="presets", title="Which preset to take, simulated", sections=(presets, _NEAR_DATA), parts=split(parts),
+        name="presets", title="Which preset to take, simulated", sections=(presets, _NEAR_DATA), parts=options.parts(parts),
         after=partial(judged, ()),
         shown=("section", "family", "shape", "link_gbps", "budget", "policy", "tpot_ms", "ttft_ms", "decode_hit_rate"),
         tables=ROUTING | _TABLES,

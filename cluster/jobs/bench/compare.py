@@ -8,20 +8,8 @@ from typing import Annotated
 import typer
 
 from ..evaluate.quality import EvaluationOptions
-from .experiment import (
-    Budgets,
-    Experiment,
-    Grid,
-    Links,
-    MaxTokens,
-    Policies,
-    Served,
-    Workload,
-    chosen_budgets,
-    chosen_links,
-    chosen_policies,
-    counted,
-)
+from . import options
+from .experiment import Experiment, Grid, Served, Workload, chosen_policies
 from .page import AT, COPIES, TPOT, ranged, table, yes_no
 
 _TABLES = {
@@ -38,19 +26,19 @@ _TABLES = {
 
 
 def experiment(
-    policies: Policies,
+    policies: options.Policies,
     prompts: Annotated[Path, typer.Option(help="Text, one prompt a line, or JSON lines.")],
-    budgets: Budgets = "0.25",
-    links: Links = "16",
+    budgets: options.Budgets = "0.25",
+    links: options.Links = "16",
     repeat: Annotated[int, typer.Option("--repeat", "--repeats", min=1, help="Counted repetitions of each cell.")] = 5,
-    max_tokens: MaxTokens = 32,
+    max_tokens: options.MaxTokens = 32,
     warm: Annotated[
         Path | None, typer.Option(help="Prompts served first, uncounted; default: one round of --prompts.")
     ] = None,
-    batch: Annotated[int, counted("Prompts in flight together.")] = 1,
-    prompt_tokens: Annotated[int | None, counted("Cut prompts to so many tokens.")] = None,
+    batch: Annotated[int, options.count("Prompts in flight together.")] = 1,
+    prompt_tokens: Annotated[int | None, options.count("Cut prompts to so many tokens.")] = None,
     fresh: Annotated[bool, typer.Option(help="Each repetition takes its own share of the prompts.")] = False,
-    quality_documents: Annotated[int, counted("Held-out documents to score lossy policies on.")] = 6,
+    quality_documents: Annotated[int, options.count("Held-out documents to score lossy policies on.")] = 6,
 ) -> Experiment:
     """Policies side by side on the same prompts, at every budget and link; run again, an interrupted one resumes."""
     return Experiment(
@@ -61,7 +49,7 @@ def experiment(
             prompt_tokens=prompt_tokens, prompts_file=prompts, warm_file=warm, max_tokens=max_tokens, repeats=repeat,
             batch=batch, fresh=fresh, quality=EvaluationOptions(documents=quality_documents),
         ),
-        grid=Grid(budgets=chosen_budgets(budgets), links=chosen_links(links)),
+        grid=Grid(budgets=options.budgets(budgets), links=options.links(links)),
         printed="cells",
         tables=_TABLES,
     )  # fmt: skip

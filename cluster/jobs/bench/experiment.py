@@ -8,20 +8,20 @@ help, and it returns an `Experiment`, which `run.run_experiment` runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import typer
 from pydantic import ValidationError
 
 from ....actors.policy_settings import PolicySettings
 from ....errors import ConfigError
-from ...config import chosen_policy, parse_budget
+from ...config import chosen_policy
 from ...yaml_file import explain, merged
 from ..evaluate.quality import EvaluationOptions
 from .clone import load
+from .options import parts, require_each_once
 from .random_model import LAYERS, MODELS, Form, NamedModel
 
 if TYPE_CHECKING:
@@ -29,84 +29,6 @@ if TYPE_CHECKING:
     from .run import Study
 
 LinkAt = tuple[float | None, float | None]  # gigabytes (1e9) per second; ratio of loading over computing
-
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
-def counted(help: str, least: int = 1) -> Any:
-    return typer.Option(min=least, help=help)
-
-
-Policies = Annotated[str, typer.Option(help="Presets or YAML files, separated by commas.")]
-Budgets = Annotated[str, typer.Option(help="Device memory for experts: shares or sizes, separated by commas.")]
-Links = Annotated[str, typer.Option(help="Emulated links in 1e9 bytes per second, or none, separated by commas.")]
-Repeats = Annotated[int, counted("Counted repetitions of each cell.")]
-Prompts = Annotated[int, counted("Held-out prompts of a repetition, each served once.")]
-Warm = Annotated[int, counted("Prompts served first, uncounted.")]
-PromptTokens = Annotated[int, counted("Tokens of each prompt.")]
-MaxTokens = Annotated[int, counted("Tokens to generate for each prompt.")]
-DecodeTokens = Annotated[
-    int, counted("Tokens to generate for each prompt, at least 3: decode steps are measured.", least=3)
-]
-TraceTokens = Annotated[int, counted("Tokens of the text that are decoded after each prompt of the trace.")]
-Documents = Annotated[int | None, counted("Held-out documents on which quality is scored; default: all.")]
-
-
-def parts(text: str) -> tuple[str, ...]:
-    """Text split at its commas."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def require_each_once(option: str, values: Sequence[Hashable]) -> None:
-    """Raise ConfigError for an empty option, or a value that it has twice."""
-    if not values:
-        raise ConfigError(f"--{option} names nothing", "give at least one, separated by commas")
-    if len(set(values)) < len(values):
-        raise ConfigError(f"--{option} names one twice: {', '.join(map(str, values))}", "name each once")
-
-
-def chosen_budgets(text: str, option: str = "budgets") -> tuple[str, ...]:
-    """The budgets of an option.
-
-    Raises:
-        ConfigError, BudgetError: there is none, one is given twice, or is malformed.
-    """
-    found = parts(text)
-    require_each_once(option, found)
-    for budget in found:
-        parse_budget(budget)
-    return found
-
-
-def chosen_numbers(text: str, option: str) -> tuple[float, ...]:
-    """The positive numbers of an option. Raises ConfigError as `chosen_budgets`."""
-    try:
-        found = tuple(float(part) for part in parts(text))
-    except ValueError as error:
-        raise ConfigError(f"--{option} is {text}", "give numbers, separated by commas") from error
-    require_each_once(option, found)
-    if not all(0 < number < math.inf for number in found):
-        raise ConfigError(f"--{option} must be above 0", "give numbers, or none for a link")
-    return found
-
-
-def chosen_links(text: str, option: str = "links") -> tuple[float | None, ...]:
-    """The links of an option; None: no emulated link. Raises ConfigError as `chosen_budgets`."""
-    found = tuple(None if part == "none" else chosen_numbers(part, option)[0] for part in parts(text))
-    require_each_once(option, found)
-    return found
-
-
-def chosen_policies(text: str, option: str = "policies") -> tuple[Variant, ...]:
-    """The policies of an option, each as it is. Raises ConfigError as `chosen_budgets`."""
-    found = variants(*parts(text))
-    require_each_once(option, [variant.name for variant in found])
-    for variant in found:
-        variant.policy()
-    return found
-
-
-# -- what is measured --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -148,6 +70,15 @@ class Variant:
 def variants(*given: str | Variant) -> tuple[Variant, ...]:
     """Variants; text is a preset, or a policy file, under its own name."""
     return tuple(Variant(one) if isinstance(one, str) else one for one in given)
+
+
+def chosen_policies(text: str, option: str = "policies") -> tuple[Variant, ...]:
+    """The policies of an option, each as it is. Raises ConfigError as `budgets`."""
+    found = variants(*parts(text))
+    require_each_once(option, [variant.name for variant in found])
+    for variant in found:
+        variant.policy()
+    return found
 
 
 @dataclass(frozen=True)
