@@ -66,7 +66,8 @@ def experiment(
         sweep={"machine.link_gbps": (12.5, 25, 50)},
     )
     return Experiment(
-        name="presets", title="Which preset to take, simulated", sections=(presets, _NEAR_DATA), parts=options.parts(parts),
+        name="presets", title="Which preset to take, simulated", sections=(presets, _NEAR_DATA),
+        parts=options.parts(parts),
         after=partial(judged, ()),
         shown=("section", "family", "shape", "link_gbps", "budget", "policy", "tpot_ms", "ttft_ms", "decode_hit_rate"),
         tables=ROUTING | _TABLES,
