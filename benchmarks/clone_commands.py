@@ -10,25 +10,24 @@ import typer
 from tiermoe.cluster.commands import Command
 from tiermoe.cluster.jobs.bench.bench_commands import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.cases import command
-from tiermoe.cluster.jobs.bench.experiment import experiment_files, parts, read_experiment
 from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
+from tiermoe.cluster.jobs.bench.options import parts
 from tiermoe.cluster.report.files import check_folder
 from tiermoe.cluster.report.tables import results, show
 from tiermoe.errors import ConfigError
 
 from .cases import CASES
+from .papers import experiment_names, judged_again, module_of, paper_names, run_papers
 
-EXPERIMENTS = (
-    "prefetch", "default", "ndp", "fmoe", "moepic", "activeevict", "buddymoe", "presets", "auto-emulated",
-)  # fmt: skip
 _FIRST = ("overhead", "host", "ttft", "turns", "scale")  # in the help
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 for _name in _FIRST:
     app.command(cls=JsonCommand)(command(_name, CASES[_name]))
-for _name in EXPERIMENTS:
-    app.command(cls=JsonCommand)(experiment_command(_name))
+for _name in experiment_names():
+    if _name.removeprefix("paper-") == _name:
+        app.command(cls=JsonCommand)(experiment_command(_name, module_of(_name).experiment, _name != "presets"))
 
 
 @app.command(cls=JsonCommand)
@@ -41,8 +40,6 @@ def papers(
     check: Check = False,
 ) -> None:
     """The papers' tables on synthetic routing and stated machines: published figure, ours, and their ratio."""
-    from .papers import paper_names, run_papers
-
     file, folder = file_or_folder(out)
     names = list(parts(only)) if only else paper_names()
     finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
@@ -53,19 +50,18 @@ def redraw(
     files: Annotated[list[Path], typer.Argument(help="Files that --out wrote.", metavar="RESULT.json...")],
 ) -> None:
     """Write the figures, verdicts and page tables of results again, beside them, without measuring anything."""
-    from tiermoe.cluster.jobs.bench.table import write_folder
+    from tiermoe.cluster.jobs.bench.page import write_folder
     from tiermoe.cluster.report.results import read_json
-
-    from .papers import judged_again
 
     for file in files:
         record = dict(read_json(file))
-        if record.get("name") not in experiment_files() or "rows" not in record:
+        if record.get("name") not in experiment_names() or "rows" not in record:
             raise ConfigError(f"'{file}' has no figures", "give the result of an experiment")
-        experiment = read_experiment(record["name"])
+        module = module_of(record["name"])
+        experiment = module.experiment()
         if file.name != f"{experiment.stem}.json":  # another result would be written over
             raise ConfigError(f"'{file}' is a result of '{experiment.stem}'", f"name it {experiment.stem}.json")
-        write_folder(experiment, judged_again(experiment, record), file.parent)
+        write_folder(experiment, judged_again(module, record), file.parent)
         show(results(), str(file))
 
 

@@ -5,31 +5,27 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar, Literal
 
 from pydantic import ValidationError
 from rich.progress import Progress
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.cluster.jobs.bench.experiment import (
-    Experiment,
-    Section,
-    Variant,
-    experiment_files,
-    load_experiment,
-    require_each_once,
-)
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, median_of, metric, paired, rounded
+from tiermoe.cluster.jobs.bench.experiment import Experiment, LinkAt, Simulated, plain
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Row, advancing, median_of, paired, rounded
 from tiermoe.cluster.jobs.bench.nodes import over_processes
+from tiermoe.cluster.jobs.bench.options import require_each_once
+from tiermoe.cluster.jobs.bench.page import Table, select, table, write_folder
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
 from tiermoe.cluster.jobs.bench.serving import Recorded, read_split
-from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison, Simulation, Traces
 from tiermoe.cluster.jobs.replay import engine_for, require_replayable
 from tiermoe.cluster.report.results import refused_row
 from tiermoe.cluster.simulate.arrivals import arrivals_of
@@ -42,7 +38,6 @@ from tiermoe.cluster.simulate.synthetic import CALIBRATIONS, FAMILIES, write_syn
 from tiermoe.cluster.yaml_file import explain
 from tiermoe.errors import ConfigError, TierMoeError
 
-PAPER = "paper-"  # how names of papers' experiments begin
 WITHIN = 0.25  # of the published figure
 _LEAST, _CLEAR, _NONE, _EITHER = 0.25, 1.02, 0.02, 0.05  # see `verdict`
 _MEASURES = (
@@ -116,71 +111,93 @@ def transfers(counters: Mapping[str, Any], tokens: int) -> Transfers:
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def synthetic_rows(study: Study, section: Section, on: Simulation) -> list[dict[str, Any]]:
-    """Rows of all variants at each trace, budget and swept value, as plain values; links are the machine's own.
+@dataclass(frozen=True)
+class Traces:
+    """Synthetic requests of each family at each shape (`simulate.synthetic`).
 
-    Raises:
-        ConfigError: a swept name is unknown. What a variant is refused for is its row (`refused_row`).
+    learn, measure: requests that are served first, uncounted, and those that count. prompt, decode: tokens of each.
+    distances: layers ahead whose predictions a trace holds. layers: only so many of a shape's; None: all.
+    recalls: share of a layer's experts that its router names 1, 2, .. layers before; None: the family's.
     """
-    rows, variants = list[dict[str, Any]](), presets_of(section)
-    for _, preset in variants:
-        require_replayable(preset)
-    for name in _settings_of(on.sweep):
-        if all(_place(preset.model_dump(mode="json"), name) is None for _, preset in variants):
-            raise ConfigError(f"section {section.name} sweeps '{name}'", "name a setting that a variant has")
-    budgets = section.budgets or study.experiment.grid.budgets
-    points = [dict(zip(on.sweep, values, strict=True)) for values in product(*on.sweep.values())]
-    kinds = list(product(on.traces.families, on.traces.shapes))
-    stepped = study.stepped(f"replaying {section.name}", len(kinds) * len(budgets) * len(points) * len(variants))
-    for family, shape in kinds:
-        recorded = synthetic(study, on.traces, family, shape)
-        for budget, point, (variant, preset) in product(budgets, points, variants):
-            swept = {name.rpartition(".")[2]: value for name, value in point.items()}
-            row = {"section": section.name, "context": f"{shape}, {family}", "family": family, "shape": shape,
-                   "budget": budget, "batch": on.batch, "rate": on.rate} | swept  # fmt: skip
-            if not variant.least_top_k <= recorded.header.top_k <= variant.most_top_k:
-                continue
-            cell = json.dumps(row)  # all but the variant
-            row |= {"cell": cell, "policy": variant.name, "preset": variant.preset}
-            try:
-                figures = _replayed(on, point, changed(preset, point), budget, recorded, variant.preset)
-            except TierMoeError as error:
-                rows.append(refused_row(error, **row))
-            else:
-                rows.append(row | {
-                    "lossless": preset.lossless, "writes_back": preset.evict_writeback, "executor": "simulated",
-                    **figures,
-                })  # fmt: skip
-            stepped()
-    return rows
+
+    families: tuple[str, ...]
+    shapes: tuple[str, ...]
+    learn: int = 6
+    measure: int = 3
+    prompt: int = 32
+    decode: int = 32
+    distances: int = 4
+    seed: int = 0
+    recalls: tuple[float, ...] | None = None
+    layers: int | None = None
+
+    def recorded(self, study: Study, family: str, shape_name: str) -> Recorded:
+        """The trace of a family at a shape; sections that state the same one share it."""
+        key = f"{family} {shape_name} {replace(self, families=(), shapes=())}"
+        if key not in study.traces:
+            shape, out = shape_named(shape_name), study.scratch / f"synthetic-{len(study.traces)}"
+            if self.layers is not None:
+                layers = min(shape.layers, shape.dense_layers + self.layers)
+                shape = shape.model_copy(update={"layers": layers})
+            count = self.learn + self.measure
+            write_synthetic(out, family, shape_name, shape, count, self.prompt, self.decode, self.distances,
+                            self.seed, self.recalls)  # fmt: skip
+            study.traces[key] = read_split(out, self.learn)
+        return study.traces[key]
 
 
-def presets_of(section: Section, tau: int | None = None) -> list[tuple[Variant, PolicySettings]]:
-    """The section's variants and, where it asks for them, their twins that write back what the others do not."""
-    found = []
-    for variant in section.variants:
-        preset = variant.policy(tau)
-        found.append((variant, preset))
-        if section.twins:
-            found.append((variant, preset.model_copy(update={"evict_writeback": not preset.evict_writeback})))
-    return found
+@dataclass(frozen=True)
+class Synthetic(Simulated):
+    """A section on synthetic routing and a machine of configs/machines. A budget is that of all GPUs together.
 
+    assume: fields of `simulate.machine.Machine` in place of the table's, for every variant alike.
+    batch: requests in each forward. rate: requests a second; None: a request arrives when there is room.
+    sweep: values by `batch`, `rate`, `machine.FIELD`, or the path of a policy's setting; every combination runs. A
+        row has each value under the last part of its name.
+    """
 
-def synthetic(study: Study, traces: Traces, family: str, shape_name: str) -> Recorded:
-    """The synthetic trace of a family at a shape; sections that state the same one share it."""
-    key = f"{family} {shape_name} {traces.model_dump(exclude={'families', 'shapes'})}"
-    if key not in study._traces:
-        if family not in FAMILIES:
-            raise ConfigError(f"there is no family '{family}' of routing", f"name one of {', '.join(FAMILIES)}")
-        shape, out = shape_named(shape_name), study.scratch / f"synthetic-{len(study._traces)}"
-        if traces.layers is not None:
-            layers = min(shape.layers, shape.dense_layers + traces.layers)
-            shape = shape.model_copy(update={"layers": layers})
-        count = traces.learn + traces.measure
-        write_synthetic(out, family, shape_name, shape, count, traces.prompt, traces.decode, traces.distances,
-                        traces.seed, traces.recalls)  # fmt: skip
-        study._traces[key] = read_split(out, traces.learn)
-    return study._traces[key]
+    needs_model: ClassVar[bool] = False
+    traces: Traces = field(kw_only=True)
+    assume: Mapping[str, Any] = field(default_factory=dict)
+    batch: int = 1
+    rate: float | None = None
+    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def rows(self, study: Study, links: Sequence[LinkAt]) -> list[dict[str, Any]]:
+        """Rows of all variants at each trace, budget and swept value, as plain values; links are the machine's own.
+
+        Raises:
+            ConfigError: a swept name is unknown. What a variant is refused for is its row (`refused_row`).
+        """
+        rows, presets = list[dict[str, Any]](), [(variant, variant.policy()) for variant in self.variants]
+        for _, preset in presets:
+            require_replayable(preset)
+        for name in _settings_of(self.sweep):
+            if all(_place(preset.model_dump(mode="json"), name) is None for _, preset in presets):
+                raise ConfigError(f"section {self.name} sweeps '{name}'", "name a setting that a variant has")
+        budgets = self.budgets or study.experiment.grid.budgets
+        points = [dict(zip(self.sweep, values, strict=True)) for values in product(*self.sweep.values())]
+        kinds = list(product(self.traces.families, self.traces.shapes))
+        stepped = study.stepped(f"replaying {self.name}", len(kinds) * len(budgets) * len(points) * len(presets))
+        for family, shape in kinds:
+            recorded = self.traces.recorded(study, family, shape)
+            for budget, point, (variant, preset) in product(budgets, points, presets):
+                swept = {name.rpartition(".")[2]: value for name, value in point.items()}
+                row = {"section": self.name, "context": f"{shape}, {family}", "family": family, "shape": shape,
+                       "budget": budget, "batch": self.batch, "rate": self.rate} | swept  # fmt: skip
+                cell = json.dumps(row)  # all but the variant
+                row |= {"cell": cell, "policy": variant.name, "preset": variant.preset}
+                try:
+                    figures = _replayed(self, point, changed(preset, point), budget, recorded, variant.preset)
+                except TierMoeError as error:
+                    rows.append(refused_row(error, **row))
+                else:
+                    rows.append(row | {
+                        "lossless": preset.lossless, "writes_back": preset.evict_writeback, "executor": "simulated",
+                        **figures,
+                    })  # fmt: skip
+                stepped()
+        return rows
 
 
 def changed(preset: PolicySettings, point: Mapping[str, Any]) -> PolicySettings:
@@ -212,11 +229,11 @@ def _place(values: dict[str, Any], path: str) -> dict[str, Any] | None:
 
 
 def _replayed(
-    on: Simulation, point: Mapping[str, Any], preset: PolicySettings, budget: str, recorded: Recorded, timed_as: str
+    on: Synthetic, point: Mapping[str, Any], preset: PolicySettings, budget: str, recorded: Recorded, timed_as: str
 ) -> dict[str, Any]:
     header = recorded.header
     costs = load_machine(header, on.machine, None, None, timed_as)  # a variant's own name is in no table
-    assumed = on.assume | {n.removeprefix("machine."): v for n, v in point.items() if n.startswith("machine.")}
+    assumed = dict(on.assume) | {n.removeprefix("machine."): v for n, v in point.items() if n.startswith("machine.")}
     if assumed:
         try:
             costs = Machine(**costs.model_dump() | assumed)
@@ -231,7 +248,7 @@ def _replayed(
     batch, rate = point.get("batch", on.batch), point.get("rate", on.rate)
     serve(engine, recorded.learn, batch)
     engine.reset_stats()
-    served = serve(engine, recorded.measure, batch, arrivals=arrivals_of(rate, on.arrivals))
+    served = serve(engine, recorded.measure, batch, arrivals=arrivals_of(rate, None))
     found = result(engine, served)
     return {
         "tpot_s": served.tpot_s, "ttft_s": served.ttft_s, "tpot_ms": 1e3 * served.tpot_s,
@@ -245,38 +262,61 @@ def _replayed(
 # -- comparisons -------------------------------------------------------------------------------------------------------
 
 
-@metric("comparisons")
-def figures(study: Study) -> dict[str, Any]:
+Published = float | Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Our figure beside the published one: a measure, or with `over` the mean of its ratios to that of a baseline.
+
+    source: where the paper says so. where: values of our rows; a tuple: one of them. of, over: variants; rows are
+        paired that differ in the variant only.
+    published: one figure, or the direction that the text states, for each value of a row's key `by`, where `of` and
+        `over` name the variant.
+    headline: a claim: that it holds is a bar, and it stands in the page's table of claims.
+    why: of the verdict, as a person explains it; or one for each key of `published`.
+    """
+
+    title: str
+    source: str
+    section: str
+    measure: str
+    published: Mapping[str, Published]
+    of: str | None = None
+    over: str | None = None
+    by: str = "over"
+    where: Mapping[str, Any] = field(default_factory=dict)
+    headline: bool = True
+    why: str | Mapping[str, str] = ""
+
+
+def judged(comparisons: Sequence[Comparison], study: Study) -> dict[str, Any]:
     """The record's `comparisons`; of synthetic sections also `traces` and `families`, and a bar for each claim."""
-    experiment = study.experiment
-    found = lines_of(experiment, study.rows)
-    study.bars += claim_bars(experiment, found)
-    stated = [(s.name, s.simulation) for s in experiment.sections if s.simulation is not None]
+    found = lines_of(comparisons, study.rows)
+    stated = [section for section in study.experiment.sections if isinstance(section, Synthetic)]
     if not stated:
         return {"comparisons": found} if found else {}
+    study.bars += claim_bars(found)
     return {
         "comparisons": found,
         "traces": [
-            {"section": name, "machine": on.machine, "assume": on.assume} | on.traces.model_dump(mode="json")
-            for name, on in stated
+            {"section": one.name, "machine": one.machine, "assume": one.assume} | plain(one.traces) for one in stated
         ],
         "families": [
             {"family": name, "parameters": asdict(FAMILIES[name]), "source": CALIBRATIONS[name].source,
              "targets": {key: target.value for key, target in CALIBRATIONS[name].targets.items()}}
-            for name in dict.fromkeys(family for _, on in stated for family in on.traces.families)
+            for name in dict.fromkeys(family for one in stated for family in one.traces.families)
         ],
     }  # fmt: skip
 
 
-def lines_of(experiment: Experiment, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of all its comparisons, of rows of a run or of its file."""
-    return [line for comparison in experiment.comparisons for line in compared(comparison, rows)]
+def lines_of(comparisons: Sequence[Comparison], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of all comparisons, of rows of a run or of its file."""
+    return [line for comparison in comparisons for line in compared(comparison, rows)]
 
 
-def claim_bars(experiment: Experiment, lines: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """One bar for each claim, that it holds; of synthetic routing only, where each machine gives the same figures."""
-    if experiment.needs_model:
-        return []
+def claim_bars(lines: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    """One bar for each claim, that it holds; for synthetic routing only, where each machine gives the same figures."""
     return [
         Bar(f"{line['title']}{', ' if line['of_key'] else ''}{line['of_key']}: holds",
             float(line["verdict"] == "holds"), ">=", 1.0)
@@ -301,16 +341,15 @@ def verdict(published: float | str, ours: float, least: float, most: float) -> s
 
 def compared(comparison: Comparison, rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """The lines of a comparison: published, ours, ratio of the two, verdict; None where no row fits."""
-    published = comparison.published
-    for key, value in (published if isinstance(published, dict) else {"": published}).items():
+    for key, value in comparison.published.items():
+        value = value if isinstance(value, str) else float(value)
         of, over, where = comparison.of, comparison.over, dict(comparison.where)
-        if isinstance(published, dict):
-            if comparison.by == "of":
-                of = key
-            elif comparison.by == "over":
-                over = key
-            else:
-                where[comparison.by] = key
+        if comparison.by == "of":
+            of = key
+        elif comparison.by == "over":
+            over = key
+        else:
+            where[comparison.by] = key
         fitting = [row for row in rows if row["section"] == comparison.section and _fits(row, where)]
         mine = [row for row in fitting if of is None or row["policy"] == of]
         endless = False
@@ -356,36 +395,85 @@ def _fits(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     )
 
 
+def _agreeing(row: Row) -> str:
+    return f"{row['agree']} of {row['cells']}" if "agree" in row else f"- of {row['cells']}"
+
+
+def _ours(row: Row) -> str:
+    return "- (- to -)" if "ours" not in row else f"{row['ours']:.3g} ({row['least']:.3g} to {row['most']:.3g})"
+
+
+_COMPARED = (
+    ("claim", "{title} {of_key}"), ("published", "{published}"), ("ours: mean (least to most)", _ours),
+    ("cells that agree", _agreeing), ("verdict", "{verdict}"), ("why", "{why}"),
+    ("where the paper says so", "{source}"),
+)  # fmt: skip
+
+
+def _claims(record: Mapping[str, Any]) -> list[str]:
+    """The number of claims by verdict, and their table."""
+    found = [line.get("verdict") for line in select(record, "comparisons", headline=True)]
+    counts = ", ".join(f"{name} {found.count(name)}" for name in ("holds", "tie", "does not hold"))
+    return [f"{len(found)} claims: {counts}", "", *table(_COMPARED, source="comparisons", headline=True)(record)]
+
+
+CLAIMS: dict[str, Table] = {
+    "claims": _claims, "comparisons": table(_COMPARED, source="comparisons", headline=False),
+}  # fmt: skip
+ROUTING: dict[str, Table] = {  # of experiments on synthetic routing
+    "traces": table(
+        [("section", "{section}"), ("machine", "{machine}"), ("assumed in its place", "{assume}"),
+         ("families", "{families}"), ("shapes", "{shapes}"), ("requests learnt, measured", "{learn}, {measure}"),
+         ("prompt, decode tokens", "{prompt}, {decode}"), ("seed", "{seed}")],
+        source="traces",
+    ),
+    "families": table(
+        [("family", "{family}"), ("calibrated on", "{source}"), ("published targets", "{targets}"),
+         ("parameters", "{parameters}")],
+        source="families",
+    ),
+}  # fmt: skip
+
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
 def paper_names() -> list[str]:
     """The papers, sorted; the experiment of each is `paper-NAME`."""
-    return sorted(name.removeprefix(PAPER) for name in experiment_files() if name.startswith(PAPER))
+    return sorted(name.removeprefix("paper-") for name in experiment_names() if name.startswith("paper-"))
+
+
+def experiment_names() -> list[str]:
+    """The modules of `experiments/`, by name of the command and of the result."""
+    files = (Path(__file__).parent / "experiments").glob("[a-z]*.py")
+    return sorted(file.stem.replace("_", "-") for file in files)
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of an experiment: `experiment`, and its comparisons with published figures, if it has any."""
+    return import_module(f"{__package__}.experiments.{name.replace('-', '_')}")
 
 
 def quick_of(experiment: Experiment) -> Experiment:
     """The same sections and variants: the first family, shape, budget and swept values, on few layers and tokens."""
     sections = []
     for section in experiment.sections:
-        on = section.simulation
-        if on is not None:
-            traces = on.traces.model_copy(update={
-                "families": on.traces.families[:1], "shapes": on.traces.shapes[:1], "learn": min(on.traces.learn, 2),
-                "measure": 1, "prompt": 4, "decode": 4, "layers": 6, "distances": min(on.traces.distances, 4),
-            })  # fmt: skip
-            first = {name: values[:1] for name, values in on.sweep.items()}
-            on = on.model_copy(update={"traces": traces, "sweep": first})
+        assert isinstance(section, Synthetic)  # as those of all papers
+        traces = replace(
+            section.traces, families=section.traces.families[:1], shapes=section.traces.shapes[:1],
+            learn=min(section.traces.learn, 2), measure=1, prompt=4, decode=4, layers=6,
+            distances=min(section.traces.distances, 4),
+        )  # fmt: skip
+        sweep = {name: values[:1] for name, values in section.sweep.items()}
         budgets = (section.budgets or experiment.grid.budgets)[:1]
-        sections.append(section.model_copy(update={"simulation": on, "budgets": budgets}))
-    return experiment.model_copy(update={"sections": tuple(sections)})
+        sections.append(replace(section, traces=traces, sweep=sweep, budgets=budgets))
+    return replace(experiment, sections=tuple(sections))
 
 
-def judged_again(experiment: Experiment, record: dict[str, Any]) -> dict[str, Any]:
+def judged_again(module: ModuleType, record: dict[str, Any]) -> dict[str, Any]:
     """A result with its comparisons and their bars by the present rule and words, from its own rows."""
-    lines = lines_of(experiment, record["rows"])
+    lines = lines_of(getattr(module, "COMPARISONS", ()), record["rows"])
     others = [bar for bar in record["bars"] if not bar["name"].endswith(": holds")]
-    bars = [asdict(bar) | {"ok": bar.ok} for bar in claim_bars(experiment, lines)]
+    bars = [] if module.experiment().needs_model else [asdict(bar) | {"ok": bar.ok} for bar in claim_bars(lines)]
     return record | {"comparisons": rounded(lines), "bars": [*others, *bars]} if lines else record
 
 
@@ -395,9 +483,7 @@ def run_paper(name: str, quick: bool, folder: Path | None, progress: Progress | 
     Raises:
         ConfigError: it is unknown or refused, or the folder is not writable.
     """
-    from tiermoe.cluster.jobs.bench.table import write_folder
-
-    experiment = load_experiment(f"{PAPER}{name}")
+    experiment: Experiment = module_of(f"paper-{name}").experiment()
     if quick:
         experiment = quick_of(experiment)
     out = None if folder is None else folder / f"{experiment.name}.json"
@@ -419,8 +505,6 @@ def run_papers(
     require_each_once("only", names)
     if unknown := [name for name in names if name not in paper_names()]:
         raise ConfigError(f"there is no paper '{unknown[0]}'", f"give some of {', '.join(paper_names())}")
-    for name in names:
-        load_experiment(f"{PAPER}{name}")  # all are refused before the first runs
     advance, reports = advancing(progress, "papers", len(names)), dict[int, Report]()
     for number, report in over_processes(partial(run_paper, quick=quick, folder=folder), names, jobs):
         reports[number] = report

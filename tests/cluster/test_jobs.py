@@ -177,23 +177,16 @@ def test_a_runtime_runs_as_a_job(cluster: Cluster, where: str) -> None:
 
 def test_an_experiment_as_a_job_takes_the_cluster_s_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """Each row says which node measured it."""
-    out, file = tmp_path / "out.json", tmp_path / "mine.yaml"
-    file.write_text("""
-name: mine
-title: Mine
-summary: Two budgets.
-workload: {prompt_tokens: 8, max_tokens: 3, warm: 1, repeats: 1}
-grid: {budgets: ["0.25", "0.5"], links: [none]}
-sections:
-  - name: s
-    variants: [on-demand, {name: no governor, preset: next-gate, changes: {prefetch: {min_useful: 0.0}}}]
-""")
-    done = cluster.submit(_TIERMOE, "bench", str(file), "--out", str(out))
+    out, prompts = tmp_path / "out.json", tmp_path / "prompts.txt"
+    prompts.write_text("def main(arguments):\n")
+    words = ["--prompts", str(prompts), "--policies", "on-demand,next-gate", "--budgets", "0.25,0.5"]
+    words += ["--links", "none", "--max-tokens", "3", "--repeats", "1"]
+    done = cluster.submit(_TIERMOE, "bench", "compare", *words, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cells on the cluster's nodes: 2/2" in done.stdout
     rows = json.loads(out.read_text())["rows"]
     assert [(row["budget"], row["policy"]) for row in rows] == [
-        ("0.25", "on-demand"), ("0.25", "no governor"), ("0.5", "on-demand"), ("0.5", "no governor"),
+        ("0.25", "on-demand"), ("0.25", "next-gate"), ("0.5", "on-demand"), ("0.5", "next-gate"),
     ]  # fmt: skip
     assert all(row["node"] for row in rows)
     assert rows[0]["node"] == rows[1]["node"]  # one cell

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,34 @@ from tiermoe.actors.policies.buddymoe.buddies import BuddyOptions
 from tiermoe.actors.store.artifacts import read_profile
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.benchmarks import overhead
+from tiermoe.benchmarks.experiments import moepic, ndp
 from tiermoe.benchmarks.gpu import run_parts
 from tiermoe.benchmarks.gpu.decode import Cell, cells_by_worth
 from tiermoe.benchmarks.gpu.run_parts import PARTS, Part
 from tiermoe.benchmarks.gpu.run_parts import main as gpu_main
+from tiermoe.benchmarks.papers import module_of
+from tiermoe.benchmarks.replayed import Replayed
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench import bench_commands, cells, run, serving
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
-from tiermoe.cluster.jobs.bench.experiment import Experiment, experiment_files
+from tiermoe.cluster.jobs.bench.experiment import (
+    Experiment,
+    Grid,
+    RatioBar,
+    Section,
+    TraceSizes,
+    Variant,
+    Workload,
+)
 from tiermoe.cluster.jobs.bench.metrics import Report
+from tiermoe.cluster.jobs.bench.page import write_folder
 from tiermoe.cluster.jobs.bench.run import run_experiment
 from tiermoe.cluster.jobs.bench.serving import own_store
-from tiermoe.cluster.jobs.bench.table import write_folder
+from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
 from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
 from tiermoe.cluster.jobs.profile import ProfileOptions
 from tiermoe.cluster.jobs.profile.collect_profile import profile_text
-from tiermoe.cluster.yaml_file import merged, read_yaml
 
 pytestmark = pytest.mark.slow
 
@@ -60,18 +72,23 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- experiments -------------------------------------------------------------------------------------------------------
 
 
-def tiny(name: str, **changes: Any) -> Experiment:
-    """A shipped experiment with other values, nested as in its file; sections by name keep what is not changed."""
-    values = read_yaml(experiment_files()[name])
-    sections = {s["name"]: s for s in values["sections"]}
-    wanted = changes.pop("sections", {})
-    values["sections"] = [section | wanted.get(name, {}) for name, section in sections.items()]
-    metrics = changes.pop("metrics", {})
-    values["metrics"] = [
-        {"metric": m["metric"], "options": m.get("options", {}) | metrics.get(m["metric"], {})}
-        if isinstance(m, dict) else m for m in values["metrics"]
-    ]  # fmt: skip
-    return Experiment(**merged(values, changes))
+def tiny(
+    name: str, only: dict[str, tuple[str | Variant, ...]], workload: Workload, grid: Grid, **changes: Any
+) -> Experiment:  # fmt: skip
+    """A shipped experiment of another workload and grid; `only`: by section, the variants that are left, by name.
+
+    Budgets and ratios of a section are the first ones of its own.
+    """
+    whole: Experiment = module_of(name).experiment()
+    sections: list[Section] = []
+    for section in whole.sections:
+        known = {variant.name: variant for variant in section.variants}
+        names = only.get(section.name, tuple(known))
+        found = replace(section, variants=tuple(known[one] for one in names), budgets=(section.budgets or (None,))[:1])
+        if isinstance(found, Replayed) and found.ratios is not None:
+            found = replace(found, ratios=grid.ratios)
+        sections.append(found if section.budgets else replace(found, budgets=None))
+    return replace(whole, sections=tuple(sections), workload=workload, grid=grid, **changes)
 
 
 def ran(experiment: Experiment, folder: Path, **more: Any) -> tuple[Report, Journal]:
@@ -100,43 +117,12 @@ def test_two_policies_side_by_side(tmp_path: Path) -> None:
     assert not journal_file(out).exists()
 
 
-def test_a_user_s_own_file_runs_in_both_executors_and_judges_its_bar(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("""
-name: mine
-title: Mine
-summary: Next-gate against on-demand.
-workload: {prompt_tokens: 8, max_tokens: 3, warm: 1, repeats: 1, trace: {learn: 1, measure: 1, tokens: 3}}
-grid: {budgets: ["0.25"], links: [2]}
-sections:
-  - name: served
-    variants: [on-demand, {name: no governor, preset: next-gate, changes: {prefetch: {min_useful: 0.0}}}]
-  - {name: replayed, executor: simulated, variants: [on-demand, next-gate]}
-bars: [{section: served, of: no governor, over: [on-demand], measure: bytes_loaded, limit: 0.01}]
-tables: {rows: {columns: [{title: policy, show: "{policy}"}, {title: TPOT, show: "{tpot_ms:.2f}"}]}}
-plots: {tpot.png: {panels: [{kind: bar, each: [section], x: policy, y: tpot_ms, title: "{section}"}]}}
-""")
-    done = bench(file, "--max-tokens", "4", "--out", tmp_path / "page", "--check")
-    assert done.returncode == 1, done.stderr  # the bar cannot hold
-    assert {path.name for path in (tmp_path / "page").iterdir()} == {"mine.md", "mine.json", "tpot.png"}
-    record = json.loads((tmp_path / "page" / "mine.json").read_text())
-    assert record["executor"] == "simulated, emulated"
-    assert [(row["section"], row["policy"]) for row in record["rows"]] == [
-        ("replayed", "on-demand"), ("replayed", "next-gate"), ("served", "on-demand"), ("served", "no governor"),
-    ]  # fmt: skip
-    assert record["settings"]["workload"]["max_tokens"] == 4
-    (bar,) = record["bars"]
-    assert bar["name"] == "bytes_loaded of no governor over on-demand, budget 0.25, 2 GB/s"
-    assert not bar["ok"]
-    assert "| no governor |" in (tmp_path / "page" / "mine.md").read_text()
-
-
 def test_fmoe(tmp_path: Path) -> None:
     experiment = tiny(
-        "fmoe", workload={"total_prompts": 4, "prompt_tokens": 16, "max_tokens": 3, "repeats": 1,
-                          "trace": {"tokens": 3, "learn": 3, "measure": 1}},
-        grid={"budgets": ["0.25"], "links": [16]},
-        sections={"7:3": {"variants": ["promoe", "fmoe"]}, "online": {"variants": ["fmoe"]}},
+        "fmoe", {"7:3": ("promoe", "fmoe"), "online": ("fmoe",)},
+        Workload(total_prompts=4, prompt_tokens=16, max_tokens=3, repeats=1,
+                 trace=TraceSizes(tokens=3, learn=3, measure=1, distances=6)),
+        Grid(("0.25",), (16.0,)),
     )  # fmt: skip
     report, journal = ran(experiment, tmp_path)
     assert [path.name for path in tmp_path.glob("*.partial.json")] == ["fmoe.partial.json"]
@@ -152,19 +138,16 @@ def test_fmoe(tmp_path: Path) -> None:
 
 
 def test_moepic_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moepic, "_RHOS", (0.25,))
+    monkeypatch.setattr(moepic, "_OMEGAS", (128,))
+    bar = RatioBar(section="budgets", of="moepic", over=("mixtral-offloading",), regime=True, limit=1e-3)
     experiment = tiny(
-        "moepic", workload={"prompt_tokens": 16, "max_tokens": 5, "warm": 3, "prompts": 1, "repeats": 1, "tau": 40,
-                            "trace": {"learn": 2, "measure": 2, "tokens": 4}},
-        grid={"budgets": ["0.25"], "ratios": [2.5]},
-        sections={
-            "budgets": {"variants": ["mixtral-offloading", "moepic"]},
-            "ablation": {"variants": ["moepic"], "budgets": ["0.25"]},
-            "sensitivity": {"variants": ["moepic", {"name": "theta 0.4", "preset": "moepic-no-cca",
-                                                    "changes": {"split": {"theta": 0.4}}}]},
-            "links": {"variants": ["mixtral-offloading", "moepic"], "budgets": ["0.25"], "ratios": [2.5]},
-        },
-        metrics={"moepic-table1": {"rhos": [0.25], "omegas": [128]}},
-        bars=[{"section": "budgets", "of": "moepic", "over": ["mixtral-offloading"], "regime": True, "limit": 1e-3}],
+        "moepic",
+        {"budgets": ("mixtral-offloading", "moepic"), "ablation": ("moepic",), "sensitivity": ("moepic", "theta 0.4"),
+         "links": ("mixtral-offloading", "moepic")},
+        Workload(prompt_tokens=16, max_tokens=5, warm=3, repeats=1, tau=40,
+                 trace=TraceSizes(learn=2, measure=2, tokens=4), quality=EvaluationOptions(documents=2)),
+        Grid(ratios=(2.5,), calibrate="resident"), bars=(bar,),
     )  # fmt: skip
     report, journal = ran(experiment, tmp_path)
     monkeypatch.setattr(run, "calibrate", lambda *a: pytest.fail("calibrated again"))
@@ -172,7 +155,7 @@ def test_moepic_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(run, "measure_cell", lambda *a: pytest.fail("served again"))
     assert ran(experiment, tmp_path)[0].rows == report.rows
     journal.discard()
-    assert {path.name for path in tmp_path.iterdir()} == {"moepic.json", "moepic.md", *experiment.plots}
+    assert {path.name for path in tmp_path.iterdir()} == {"moepic.json", "moepic.md", *experiment.figures}
     assert [(row["section"], row["policy"]) for row in report.rows] == [
         ("links", "mixtral-offloading"), ("links", "moepic"), ("budgets", "mixtral-offloading"), ("budgets", "moepic"),
         ("ablation", "moepic"), ("sensitivity", "moepic"), ("sensitivity", "theta 0.4"),
@@ -186,12 +169,10 @@ def test_moepic_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def experiment(part: str) -> Experiment:
         return tiny(
-            "activeevict", parts=[part], workload={
-                "contexts": {"short": 12, "long": 16}, "warm": 1, "max_tokens": 6, "repeats": 2,
-                "trace": {"learn": 1, "measure": 1, "tokens": 6}},
-            grid={"budgets": ["0.25"], "ratios": [2.0]},
-            sections={"capacity": {"budgets": ["0.5"]},
-                      "alpha": {"variants": [{"name": "lru", "preset": "activeevict-lru"}]}},
+            "activeevict", {"alpha": ("lru",)},
+            Workload(contexts={"short": 12, "long": 16}, warm=1, max_tokens=6, repeats=2,
+                     trace=TraceSizes(learn=1, measure=1, tokens=6, distances=2)),
+            Grid(("0.25",), ratios=(2.0,), latency_us=10.0, calibrate="trace"), parts=(part,),
         )  # fmt: skip
 
     report, journal = ran(experiment("simulated"), tmp_path)
@@ -238,12 +219,11 @@ def test_buddymoe_resumes(profiled: Path, tmp_path: Path, monkeypatch: pytest.Mo
     config.write_text(f"store: {profiled}\n")  # the whole calibration text takes half a minute
     out.mkdir()
     names = ("original", "random", "drop", "cft 0.95, 16 buddies, rho 3, by coactivation", "buddymoe-own-weight")
-    whole = {variant.name: variant for variant in tiny("buddymoe").sections[0].variants}
+    quality = EvaluationOptions(documents=2, prefix=12, continuation=5, rows=1, resamples=50)
     experiment = tiny(
-        "buddymoe", workload={"prompt_tokens": 24, "max_tokens": 4, "warm": 1, "repeats": 1,
-                              "quality": {"documents": 2, "prefix": 12, "continuation": 5, "resamples": 50}},
-        grid={"budgets": ["0.5"], "link": 2.0},
-        sections={"rates": {"variants": [whole[name].model_dump() for name in names]}},
+        "buddymoe", {"rates": names},
+        Workload(prompt_tokens=24, max_tokens=4, warm=1, repeats=1, quality=quality),
+        Grid(("0.5",), ratios=(2.5,), link=2.0, calibrate="resident"),
     )  # fmt: skip
     report, journal = ran(experiment, out, file=str(config))
     monkeypatch.setattr(run, "calibrate", lambda *a: pytest.fail("measured again"))
@@ -274,12 +254,9 @@ def test_buddymoe_resumes(profiled: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_ndp_and_decode_demands_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("context, full precision", *(f"{placement}, {kind} 3 bits" for placement in ("context", "static")
                                           for kind in ("prefix-split", "uniform")))  # fmt: skip
-    whole = {variant.name: variant.model_dump() for variant in tiny("ndp").sections[0].variants}
-    experiment = tiny(
-        "ndp", workload={"quality": {"documents": 2, "windows": 1}},
-        sections={"quality": {"variants": [whole[name] for name in names]}},
-        metrics={"ndp-quality": {"pairs": [names[1:3], names[3:]]}},
-    )  # fmt: skip
+    monkeypatch.setattr(ndp, "_PAIRS", (names[1:3], names[3:]))
+    quality = EvaluationOptions(documents=2, windows=1)
+    experiment = tiny("ndp", {"quality": names}, Workload(quality=quality), Grid(("0.5",), (None,)))
     report, _ = ran(experiment, tmp_path)
     monkeypatch.setattr(serving, "start_worker", lambda *a: pytest.fail("started again"))
     assert [row["case"] for row in report.rows] == list(names)

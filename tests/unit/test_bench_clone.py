@@ -32,7 +32,7 @@ def test_the_installed_package_says_where_the_others_are(monkeypatch: pytest.Mon
     assert group.list_commands(typer.Context(group)) == ["serve", "compare"]
     done = CliRunner().invoke(bench_commands.bench_app, ["overhead"])
     assert isinstance(done.exception, ConfigError)
-    assert "has no benchmark 'overhead'; give serve, compare, or a YAML file" in str(done.exception)
+    assert "has no benchmark 'overhead'; give serve, compare; others run" in str(done.exception)
     assert "clone of the repository" in str(done.exception)
 
 
@@ -42,7 +42,7 @@ def test_a_ray_job_brings_benchmarks_to_nodes_with_a_wheel(
 ) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "job" / "benchmarks").mkdir(parents=True)
-    (tmp_path / "job" / "benchmarks" / "study.py").touch()
+    (tmp_path / "job" / "benchmarks" / "clone_commands.py").touch()
     monkeypatch.setattr("tiermoe.__path__", [str(tmp_path / "site")])
     monkeypatch.chdir(tmp_path / "job")
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
@@ -51,34 +51,17 @@ def test_a_ray_job_brings_benchmarks_to_nodes_with_a_wheel(
     assert clone.benchmarks_dir() == (tmp_path / "job" / "benchmarks" if in_job else None)
 
 
-_WITHOUT = """
-from tiermoe.cluster.jobs.bench.experiment import load_experiment
-from tiermoe.cluster.jobs.bench.run import run_experiment
-from tiermoe.errors import ConfigError
-for name in ("metric", "section"):
-    try:
-        run_experiment(load_experiment(f"{name}.yaml"))
-    except ConfigError as error:
-        print(error)
-"""
-
-
-def test_an_experiment_that_needs_a_clone_is_refused_without_one(tmp_path: Path) -> None:
-    """Before a model is looked for. The package is here without `benchmarks/`, as a wheel installs it."""
+def test_the_installed_package_compares_policies_without_a_clone(tmp_path: Path) -> None:
+    """The package is here without `benchmarks/`, as a wheel installs it; the command ends before a model is loaded."""
     (package := tmp_path / "path" / "tiermoe").mkdir(parents=True)
     for part in ("__init__.py", "errors.py", "limits.py", "actors", "cluster", "configs", "kernels", "proto", "models"):
         (package / part).symlink_to(_ROOT / part)
-    head = "name: x\ntitle: X\nsummary: X.\ngrid: {links: [1]}\nsections: [{name: s, variants: [on-demand] %s}]\n"
-    (tmp_path / "metric.yaml").write_text(head % "" + "metrics: [moepic-table1]\n")
-    (tmp_path / "section.yaml").write_text(head % ", executor: simulated")
     env = {"PYTHONPATH": str(tmp_path / "path"), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _WITHOUT], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    metric, simulated = done.stdout.splitlines()
-    assert metric.startswith("no metric 'moepic-table1'; run it from a clone of the repository")
-    assert simulated.startswith("section s is simulated; run it from a clone of the repository")
+    program = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "bench", "compare"]
+    words = ["--policies", "on-demand", "--prompts", "none.txt"]
+    done = subprocess.run([*program, *words], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "none.txt" in done.stderr
 
 
 def test_a_benchmark_that_is_nowhere_is_refused_with_the_names() -> None:

@@ -15,27 +15,39 @@ from matplotlib.lines import Line2D
 from PIL import Image
 
 from tiermoe.benchmarks.clone_commands import redraw
+from tiermoe.benchmarks.papers import experiment_names, module_of
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.jobs.bench.experiment import Experiment, Plot, experiment_files, load_experiment
+from tiermoe.cluster.jobs.bench.experiment import Experiment, Served
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread, fill_tables
-from tiermoe.cluster.jobs.bench.plot import caption, draw
-from tiermoe.cluster.jobs.bench.table import select, table_of, write_folder
+from tiermoe.cluster.jobs.bench.page import (
+    Cell,
+    Figure,
+    Panel,
+    caption,
+    draw,
+    lossy_marked,
+    over,
+    pivot,
+    policy_ran,
+    ranged,
+    select,
+    show,
+    table,
+    table_of,
+    write_folder,
+    yes_no,
+)
 from tiermoe.cluster.report.files import new_canvas
 from tiermoe.errors import ConfigError
 
 _DOCS = configs_dir().parent / "docs" / "results"
-WITH_DATA = [name for name in experiment_files() if (_DOCS / f"{name}.json").exists()]
+WITH_DATA = [name for name in experiment_names() if (_DOCS / f"{name}.json").exists()]
 
 
 def _row(policy: str, budget: str, tpot_s: list[float], **more: Any) -> dict[str, Any]:
     spread = {"tpot_s": vars(Spread.of(tpot_s)), "experts": vars(Spread.of([8.0]))}
     return {"section": "s", "policy": policy, "budget": budget, "link_gbps": 2.0, "tpot_ms": 1e3 * tpot_s[0],
             "spread": spread, "layers": [{"hits": 1.0}], "quality": None} | more  # fmt: skip
-
-
-def _experiment(**values: Any) -> Experiment:
-    base = {"name": "x", "title": "X", "summary": "X.", "sections": [{"name": "s"}]}
-    return Experiment(**base | values)
 
 
 def _page(experiment: Experiment, record: dict[str, Any], before: str) -> str:
@@ -50,8 +62,9 @@ def _report() -> dict[str, Any]:
 
 
 def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
-    panel = {"kind": "bar", "each": ["budget", "link_gbps"], "x": "policy", "y": "tpot_s", "title": "{budget}"}
-    experiment = _experiment(plots={"x.png": {"panels": [panel]}})
+    panel = Panel(kind="bar", each=("budget", "link_gbps"), x="policy", y="tpot_s", title="{budget}")
+    sections = (Served("s", ()),)
+    experiment = Experiment(name="x", title="X", sections=sections, figures={"x.png": Figure((panel,))})
     write_folder(experiment, _report(), tmp_path)
     assert (tmp_path / "x.md").read_text().startswith("# X\n\n## run\n\n<!-- table: run -->\n\n|")
     (tmp_path / "x.md").write_text("By hand.\n")
@@ -64,19 +77,49 @@ def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
     assert "layers" not in saved["rows"][0]
 
 
+_ROW = {"section": "s", "policy": "a", "lossless": True, "tpot_ms": 1.25, "values": {"tpot_s": [1e-3, 2e-3, 4e-3]}}
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [
+        ("{policy}: {tpot_ms:.1f}", "a: 1.2"), ("{absent:.1f}", "-"), (lambda row: row["absent"], "-"),
+        (ranged("tpot_s", ".1f", 1e3), "2.0 (1.0 to 4.0)"), (ranged("ttft_s", ".1f"), "-"),
+        (policy_ran, "a"), (yes_no("lossless"), "yes"), (lossy_marked("policy"), "a"),
+    ],
+)  # fmt: skip
+def test_a_cell_is_a_format_string_or_a_function_of_a_row(cell: Cell, shown: str) -> None:
+    assert show(cell, _ROW) == shown
+
+
+def test_tables_select_group_and_pair_rows() -> None:
+    record = _report()
+    lines = table([("policy", "{policy}"), ("over a", over("a")), ("a over it", over("a", inverse=True))],
+                  each=("budget",), heading="### {budget}")(record)  # fmt: skip
+    assert lines == [
+        "### 0.25", "", "| policy | over a | a over it |", "|---|---|---|", "| a | 1.00 | 1.00 |",
+        "| b | 0.38 | 2.67 |", "", "### 0.5", "", "| policy | over a | a over it |", "|---|---|---|", "| b | - | - |",
+    ]  # fmt: skip
+    assert pivot([("policy", "{policy}")], "{budget}", "{tpot_ms:.0f}", policy=("a", "b"))(record) == [
+        "| policy | 0.25 | 0.5 |", "|---|---|---|", "| a | 10 | - |", "| b | 5 | 4 |",
+    ]  # fmt: skip
+    assert select(record, policy="b", budget="0.5")[0]["values"] == {"tpot_s": [0.004], "experts": [8.0]}
+    assert select(record, "more.none") == []
+
+
 @pytest.mark.parametrize("name", WITH_DATA)
 def test_the_pages_of_docs_show_the_data_beside_them(name: str) -> None:
     """Of a page whose tables or data were changed by hand, `write_folder` writes the tables again."""
     record, page = json.loads((_DOCS / f"{name}.json").read_text()), (_DOCS / f"{name}.md").read_text()
-    experiment = load_experiment(name)
+    experiment = module_of(name).experiment()
     assert _page(experiment, record, page) == page
-    assert all(f"({plotted})" in page for plotted in experiment.plots)
-    assert all(f"<!-- table: {table} -->" in page for table in ("run", *experiment.tables))
-    for figure in experiment.plots.values():
-        assert all(select(panel.source, panel.where, record) for panel in figure.panels)
+    assert all(f"({plotted})" in page for plotted in experiment.figures)
+    assert all(f"<!-- table: {table} -->" in page for table in ("run", *experiment.tables) if table != "families")
+    for figure in experiment.figures.values():
+        assert all(select(record, panel.source, **panel.where) for panel in figure.panels)
 
 
-def _figures() -> list[tuple[str, Plot, dict[str, Any]]]:
+def _figures() -> list[tuple[str, Figure, dict[str, Any]]]:
     """The images of docs/results, with their figures and data."""
     found = []
     for file in sorted(_DOCS.glob("*.json")):
@@ -84,7 +127,7 @@ def _figures() -> list[tuple[str, Plot, dict[str, Any]]]:
             continue
         record = json.loads(file.read_text())
         name = str(record["name"])
-        plots = load_experiment(name).plots if name in WITH_DATA else {}
+        plots = module_of(name).experiment().figures if name in WITH_DATA else {}
         found += [(image, figure, record) for image, figure in plots.items()]
     return found
 
@@ -98,7 +141,7 @@ def test_every_image_of_the_docs_is_drawn_from_data() -> None:
 
 @pytest.mark.parametrize(("image", "figure", "record"), _FIGURES, ids=[image for image, _, _ in _FIGURES])
 def test_an_image_says_where_its_numbers_are_from_and_shows_all_of_them(
-    image: str, figure: Plot, record: dict[str, Any]
+    image: str, figure: Figure, record: dict[str, Any]
 ) -> None:
     """Issue 30: no *emulated* in the image, clipped points, colours reused, a legend of numbers.
 

@@ -14,24 +14,15 @@ import pytest
 import traces
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
-from tiermoe.benchmarks.engine_metrics import (
-    Comparison,
-    comparisons,
-    least_budget,
-    moepic_memory,
-    quality_of,
-)
-from tiermoe.benchmarks.trace_metrics import (
-    activeevict_bars,
-    map_correlations,
-    median_ratio,
-    transfers,
-    transfers_of_row,
-)
+from tiermoe.benchmarks.experiments.activeevict import bars_of, experiment, median_ratio, transfers_of_row
+from tiermoe.benchmarks.experiments.buddymoe import Difference, differences, quality_of
+from tiermoe.benchmarks.experiments.moepic import footprints, least_budget
+from tiermoe.benchmarks.experiments.paper_fmoe import map_correlations
+from tiermoe.benchmarks.papers import transfers
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench import run
 from tiermoe.cluster.jobs.bench.cells import Journal, counters
-from tiermoe.cluster.jobs.bench.experiment import load_experiment
+from tiermoe.cluster.jobs.bench.experiment import plain
 from tiermoe.cluster.jobs.bench.metrics import Spread, median_of, orders, paired, rounded
 from tiermoe.cluster.jobs.bench.run import Study, take_earlier
 from tiermoe.cluster.jobs.bench.serving import (
@@ -57,12 +48,10 @@ def recorded(tmp_path: Path) -> Recorded:
     return read_split(tmp_path / "t", 3)
 
 
-def _study(name: str, tmp_path: Path, recorded: Recorded | None = None, **options: Any) -> Study:
-    study = Study(load_experiment(name, options), run_config(None), run_config(None), {}, Journal(None, {}), tmp_path)
-    study.passages = dict.fromkeys(study.experiment.workload.contexts or {"": 32}, cast(Any, None))
-    if recorded is not None:
-        study.recorded = lambda context: recorded  # type: ignore[method-assign]
-    return study
+def _study(tmp_path: Path, **options: Any) -> Study:
+    """Of activeevict, which has sections on recorded traces."""
+    passages = cast(Any, {"short": None, "long": None})
+    return Study(experiment(**options), run_config(None), run_config(None), passages, Journal(None, {}), tmp_path)
 
 
 # -- rows, prompts, links ----------------------------------------------------------------------------------------------
@@ -128,15 +117,14 @@ def _memory(tpot_ms: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def test_memory_for_a_tpot_is_interpolated_and_never_falls_with_the_budget(tmp_path: Path) -> None:
+def test_memory_for_a_tpot_is_interpolated_and_never_falls_with_the_budget() -> None:
     points = [(10.0, 30.0), (20.0, 20.0), (40.0, 25.0), (80.0, 10.0)]
     assert least_budget(points, 25.0) == {"bytes": 15.0, "at_most": False}
     assert least_budget(points, 15.0)["bytes"] == 60.0  # from 20 ms at 40: more memory is not slower
     assert least_budget(points, 30.0) == {"bytes": 10.0, "at_most": True}
     assert least_budget(points, 9.0) == {"bytes": None, "at_most": False}
-    study = _study("moepic", tmp_path)
-    study.rows = _memory({("a", "0.125"): 20.0, ("a", "0.5"): 10.0, ("b", "0.125"): 30.0, ("b", "0.5"): 20.0})
-    found = moepic_memory(study, section="budgets")["footprints"]
+    rows = _memory({("a", "0.125"): 20.0, ("a", "0.5"): 10.0, ("b", "0.125"): 30.0, ("b", "0.5"): 20.0})
+    found = footprints(rows)
     targets = sorted({row["target_ms"] for row in found})
     assert len(targets) == 5
     assert 10.0 < targets[0] < targets[-1] <= 30.1
@@ -209,14 +197,7 @@ def _row(policy: str, blocking_ms: Sequence[float], section: str = "table", **mo
     } | more  # fmt: skip
 
 
-def _bars(rows: list[dict[str, Any]], tmp_path: Path) -> list[Any]:
-    study = _study("activeevict", tmp_path)
-    study.rows = rows
-    activeevict_bars(study, **(study.experiment.metric("activeevict-bars") or {}))
-    return study.bars
-
-
-def test_bars_compare_with_the_best_prefetching_baseline_both_ways(tmp_path: Path) -> None:
+def test_bars_compare_with_the_best_prefetching_baseline_both_ways() -> None:
     def rows(swapped_ms: float) -> list[dict[str, Any]]:
         return [
             _row("on-demand", [6.0]), _row("moe-offloading", [swapped_ms], writes_back=True),
@@ -225,12 +206,12 @@ def test_bars_compare_with_the_best_prefetching_baseline_both_ways(tmp_path: Pat
             _row("activeevict-lossless", [9.0], writes_back=True), _row("activeevict", [3.8]),
         ]  # fmt: skip
 
-    swapped, plain, exact = _bars(rows(8.0), tmp_path)
+    swapped, plain, exact = bars_of(rows(8.0))
     assert swapped.name == "short: blocking I/O, as the baselines are, which write back"
     assert (swapped.value, swapped.ok) == (0.5, True)
     assert (plain.value, plain.ok) == (pytest.approx(4 / 3), False)
     assert (exact.value, exact.ok) == (1.0, True)
-    assert not _bars(rows(5.0), tmp_path)[0].ok
+    assert not next(bars_of(rows(5.0))).ok
 
 
 def _earlier(study: Study, **changes: Any) -> Path:
@@ -248,9 +229,9 @@ def _earlier(study: Study, **changes: Any) -> Path:
 
 def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def study(**options: Any) -> Study:
-        found = _study("activeevict", tmp_path, parts="emulated", **options)
+        found = _study(tmp_path, parts="emulated", **options)
         work, grid = found.experiment.workload, found.experiment.grid
-        found.settings = {"model": "m", "workload": work.model_dump(mode="json"), "grid": grid.model_dump(mode="json")}
+        found.settings = {"model": "m", "workload": plain(work), "grid": plain(grid)}
         return found
 
     monkeypatch.setattr(run, "cpu", lambda: {"model": "this one"})
@@ -264,7 +245,7 @@ def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.Monk
     saved = _earlier(study(), versions={"tiermoe": "9"}, settings=rounded(now.settings))  # of its emulated part
     take_earlier(again, saved, sections)
     assert again.settings["earlier"] == {"versions": {"tiermoe": "1"}}
-    for options, said in (({"short-tokens": 9, "max-tokens": 9}, "another contexts, max_tokens"),
+    for options, said in (({"short_tokens": 9, "max_tokens": 9}, "another contexts, max_tokens"),
                           ({"ratios": "2.5,1"}, "another ratios")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):  # or what is given would be ignored
             take_earlier(study(**options), _earlier(study()), sections)
@@ -301,8 +282,8 @@ def _scored(policy: str, kl: list[float], loaded_mb: float) -> dict[str, Any]:
 
 
 def test_a_difference_whose_interval_holds_zero_is_a_tie() -> None:
-    def one(measure: str, value: float, low: float, high: float, wanted: Any = "better") -> Comparison:
-        return Comparison("0.5", _OWN, "drop", measure, value, low, high, wanted)
+    def one(measure: str, value: float, low: float, high: float, wanted: Any = "better") -> Difference:
+        return Difference("0.5", _OWN, "drop", measure, value, low, high, wanted)
 
     tie = one("kl_nats", -0.01, -0.03, 0.01)
     assert (tie.verdict, tie.bar.ok) == ("tie", False)
@@ -322,8 +303,7 @@ def test_bars_are_of_the_paper_s_buddy_and_of_the_recommended_one() -> None:
         _scored("drop", [0.03, 0.05] * 3, 3.0), _scored(_PAPER, [0.04, 0.05] * 3, 5.0),
         _scored(_OWN, [0.05, 0.03] * 3, 4.0),
     ]  # fmt: skip
-    options = load_experiment("buddymoe").metric("buddymoe-comparisons") or {}
-    every = list(comparisons(rows, "rates", options["wanted"], options["against"], _OPTIONS))
+    every = list(differences(rows, _OPTIONS))
     found = {(c.own, c.other, c.measure): c for c in every}
     assert len(found) == len(every)
     assert len([c for c in every if c.wanted]) == 16
@@ -336,4 +316,4 @@ def test_bars_are_of_the_paper_s_buddy_and_of_the_recommended_one() -> None:
     assert found[_PAPER, "random", "kl_nats"].value == pytest.approx(-0.01)
     assert found[_OWN, "random", "loaded_per_token"].bar.ok  # a tie
     saved = json.loads(json.dumps(rows[1]))
-    assert quality_of(saved["quality"], saved, _OPTIONS)["kl_nats"].value == pytest.approx(0.055)
+    assert quality_of(saved["quality"], "random", False, _OPTIONS)["kl_nats"].value == pytest.approx(0.055)

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from tiermoe.benchmarks.papers import (
+    Comparison,
     changed,
     compared,
     judged_again,
+    module_of,
     paper_names,
     run_papers,
     verdict,
 )
 from tiermoe.cluster.config import configs_dir, load_policy
-from tiermoe.cluster.jobs.bench.experiment import load_experiment
 from tiermoe.cluster.jobs.bench.metrics import fill_tables
-from tiermoe.cluster.jobs.bench.synthetic_settings import Comparison
-from tiermoe.cluster.jobs.bench.table import small, table_of
+from tiermoe.cluster.jobs.bench.page import small, table_of
 from tiermoe.errors import ConfigError
 
 _RESULTS = configs_dir().parent / "docs" / "results"
@@ -34,11 +34,9 @@ _FAST = "buddymoe"  # the others take eight to eleven seconds each
 )
 def test_a_slice_of_each_paper_fills_its_page(name: str, tmp_path: Path) -> None:
     report = run_papers([name], True, tmp_path, 1)
-    experiment = load_experiment(f"paper-{name}")
+    experiment = module_of(f"paper-{name}").experiment()
     assert report.rows
     assert all(row["published"] is not None for row in report.rows)
-    compared_sections = {comparison.section for comparison in experiment.comparisons}
-    assert compared_sections <= {section.name for section in experiment.sections}
     page = (tmp_path / f"{experiment.name}.md").read_text(encoding="utf-8")
     for section in experiment.sections:
         assert f"| {section.name} |" in page  # of the table of traces
@@ -53,7 +51,7 @@ def _rows() -> list[dict[str, object]]:
 
 
 def test_a_comparison_pairs_the_cells_of_two_variants() -> None:
-    stated = Comparison(title="t", section="a", measure="tpot_s", of="own", published={"old": 0.5, "none": 2.0})
+    stated = Comparison("t", "", "a", "tpot_s", {"old": 0.5, "none": 2.0}, of="own")
     (line, absent) = compared(stated, _rows())
     assert (line["ours"], line["cells"], line["direction"], line["within"]) == (0.625, 2, True, True)
     assert math.isclose(line["ratio"], 1.25)
@@ -61,16 +59,14 @@ def test_a_comparison_pairs_the_cells_of_two_variants() -> None:
 
 
 def test_a_comparison_of_single_values_goes_by_any_key_of_the_rows() -> None:
-    stated = Comparison(
-        title="t", section="a", measure="tpot_s", of="own", by="budget", published={"1": 2.0, "2": 6.0}
-    )  # fmt: skip
+    stated = Comparison("t", "", "a", "tpot_s", {"1": 2.0, "2": 6.0}, of="own", by="budget")
     lines = list(compared(stated, _rows()))
     assert [(line["budget"], line["ours"], line["within"]) for line in lines] == [("1", 2.0, True), ("2", 3.0, False)]
     assert all(line["direction"] is None for line in lines)
 
 
 def test_a_direction_is_compared_where_the_text_states_no_figure() -> None:
-    stated = Comparison(title="t", section="a", measure="tpot_s", of="own", published={"old": "higher"})
+    stated = Comparison("t", "", "a", "tpot_s", {"old": "higher"}, of="own")
     (line,) = compared(stated, _rows())
     assert (line["direction"], line["ratio"], line["within"]) == (False, None, None)
 
@@ -98,9 +94,7 @@ def test_a_verdict_needs_every_cell_and_a_quarter_of_the_effect(
 
 
 def test_a_comparison_says_how_many_cells_agree_and_why() -> None:
-    stated = Comparison(
-        title="t", section="a", measure="tpot_s", of="own", published={"old": 0.5}, why={"old": "a reason"}
-    )  # fmt: skip
+    stated = Comparison("t", "", "a", "tpot_s", {"old": 0.5}, of="own", why={"old": "a reason"})
     (line,) = compared(stated, _rows())
     assert (line["verdict"], line["agree"], line["cells"], line["why"]) == ("holds", 2, 2, "a reason")
 
@@ -110,7 +104,7 @@ def test_repeated_runs_are_compared_repetition_by_repetition() -> None:
         {"section": "a", "budget": "0.5", "link_gbps": 2.0, "policy": policy, "values": {"tpot_s": values}}
         for policy, values in (("own", [1.0, 4.0, 3.0]), ("old", [2.0, 4.0, 3.0]))
     ]
-    (line,) = compared(Comparison(title="t", section="a", measure="tpot_s", published={"old": 0.5}, of="own"), rows)
+    (line,) = compared(Comparison("t", "", "a", "tpot_s", {"old": 0.5}, of="own"), rows)
     assert line["ours"] == 1.0  # the median of 0.5, 1 and 1, not the ratio of the medians
 
 
@@ -123,7 +117,7 @@ def test_a_cell_of_something_over_nothing_counts(own: float, old: float, said: s
         for budget, values in (("0.5", (1.0, 2.0)), ("0.25", (own, old)))
         for policy, value in zip(("own", "old"), values, strict=True)
     ]
-    (line,) = compared(Comparison(title="t", section="a", measure="tpot_s", published={"old": 0.5}, of="own"), rows)
+    (line,) = compared(Comparison("t", "", "a", "tpot_s", {"old": 0.5}, of="own"), rows)
     assert line["verdict"] == said
 
 
@@ -133,11 +127,11 @@ _PAGES = ("fmoe", "moepic", "activeevict", *(f"paper-{name}" for name in paper_n
 @pytest.mark.parametrize("name", _PAGES)
 def test_the_claims_of_a_page_are_those_of_its_data_and_counted_in_the_readme(name: str) -> None:
     """`tiermoe bench redraw docs/results/NAME.json` writes them again; the README's counts are by hand."""
-    experiment = load_experiment(name)
+    module = module_of(name)
     record = json.loads((_RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    assert small(judged_again(experiment, record)) == record
+    assert small(judged_again(module, record)) == record
     page = (_RESULTS / f"{name}.md").read_text(encoding="utf-8")
-    assert fill_tables(page, lambda block: table_of(experiment, block, record)) == page
+    assert fill_tables(page, lambda block: table_of(module.experiment(), block, record)) == page
     claims = [line["verdict"] for line in record["comparisons"] if line["headline"]]
     counts = [len(claims), *(claims.count(said) for said in ("holds", "tie", "does not hold"))]
     readme = (_RESULTS / "README.md").read_text(encoding="utf-8")

@@ -96,7 +96,8 @@ class ContinuousBatcher:
         tokenizer: str | None = None, memory: SharedMemory | None = None,
     ) -> None:  # fmt: skip
         self.streams = open_streams(model, kv, watcher, tokenizer)
-        self.attention, self.max_requests = attention, kv.max_num_seqs
+        self.attention: Attention | None = attention
+        self.max_requests = kv.max_num_seqs
         self._reviving = threading.Lock()
         self._model, self._plain = model, plain_attention_of(model)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)

@@ -150,7 +150,7 @@ class RowBatcher:
         self, model: Any, kv: KvSettings, because: str, watcher: SequenceWatcher | None = None,
         tokenizer: str | None = None,
     ) -> None:  # fmt: skip
-        self.unpaged_because = because
+        self.unpaged_because: str | None = because
         self.streams: Streams = open_streams(model, kv, watcher, tokenizer)
         self._model, self._watcher = model, watcher
         self._lengths = lengths_of(model)
@@ -263,20 +263,19 @@ class RowBatcher:
         try:
             self._step(batch)
         except BaseException as error:  # the requests report it; a broken engine also refuses later ones
-            self._last_error = cause = error
-            ends = isinstance(error, RuntimeFailure | PolicyError)
-            if ends:
+            self._last_error, cause = error, error
+            if isinstance(error, RuntimeFailure | PolicyError):
                 self.failure = cause = loop_died(error)
             for stream in streams:
                 self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", cause)
             batch.rows = []
-            if ends:
-                self._refuse_others(cause)
+            if self.failure is not None:
+                self._refuse_others(self.failure)
 
-    def _refuse_others(self, cause: BaseException) -> None:
+    def _refuse_others(self, failure: TierMoeError) -> None:
         """End what the failed forward did not carry, so that another lead takes it."""
         others = [row.stream for batch in self._batches for row in batch.rows] + self._waiting
-        why = NotServing(cause.what, cause.remedy) if isinstance(cause, RuntimeFailure) else cause
+        why = failure if isinstance(failure, PolicyError) else NotServing(failure.what, failure.remedy)
         for stream in others:
             self.streams.abort(stream.name, "error", str(why), why)
         self._batches, self._waiting = [], []

@@ -1,13 +1,13 @@
 """The `tiermoe bench` commands: tables; with `--json` one object on stdout; with `--check` an exit code.
 
-`--out FILE`, or `--json FILE.json`, writes the object into a file. Any experiment file is a command whose options are
-the fields that it lists: `tiermoe bench compare` is `tiermoe bench configs/experiments/compare.yaml`. The package has
-what a user measures on his machine; in a clone, `benchmarks/` adds the rest.
+`--out FILE`, or `--json FILE.json`, writes the object into a file. The options of an experiment are the parameters of
+its function. The package has what a user measures on his machine; in a clone, `benchmarks/` adds the rest.
 """
 
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -25,14 +25,8 @@ from ...report.tables import show
 from ..options import as_command
 from .cases import Serve, command
 from .clone import in_a_ray_job, load
-from .experiment import (
-    Experiment,
-    Option,
-    field_at,
-    load_experiment,
-    options_of,
-    read_experiment,
-)
+from .compare import experiment as compare
+from .experiment import Experiment
 from .finish import Check, Config, Json, JsonCommand, Model, file_or_folder, finish, say_overridden
 from .metrics import Report
 
@@ -52,26 +46,21 @@ _Address = Annotated[
 
 
 class _Group(Group):
-    """Benchmarks by name, those of a clone too, and experiments by the path of their file."""
+    """Benchmarks by name, those of a clone too."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *(() if (more := _of_clone()) is None else more.list_commands(ctx))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Raises ConfigError: there is no such benchmark, or only in a clone."""
-        if cmd_name.endswith((".yaml", ".yml")):
-            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-            app.command(cls=JsonCommand)(experiment_command(cmd_name))
-            return typer.main.get_command(app)
         if (own := super().get_command(ctx, cmd_name)) is not None:
             return own
         if (more := _of_clone()) is not None:
             if (found := more.get_command(ctx, cmd_name)) is not None:
                 return found
-            remedy = f"give {', '.join(self.list_commands(ctx))}, or a YAML file"
-            raise ConfigError(f"there is no benchmark '{cmd_name}'", remedy)
+            raise ConfigError(f"there is no benchmark '{cmd_name}'", f"give {', '.join(self.list_commands(ctx))}")
         known = ", ".join(super().list_commands(ctx))
-        remedy = f"give {known}, or a YAML file; others run from a clone of the repository: see its benchmarks/"
+        remedy = f"give {known}; others run from a clone of the repository: see its benchmarks/"
         raise ConfigError(f"the installed package has no benchmark '{cmd_name}'", remedy)
 
 
@@ -90,47 +79,26 @@ def _bench() -> None:
     """Measure the system. Figures are medians of interleaved repetitions in this process."""
 
 
-def experiment_command(source: str) -> Callable[..., None]:
-    """The function of an experiment's command for typer: its own options, then those of every experiment.
+def experiment_command(name: str, define: Callable[..., Experiment], needs_model: bool = True) -> Callable[..., None]:
+    """The function of an experiment's command for typer: the parameters of `define`, then options of all experiments.
 
     Args:
-        source: name of an experiment, or path of its YAML file.
+        define: returns the experiment; its docstring is the command's help.
+        needs_model: it has the options of the model and its configuration.
     """
-    raw = read_experiment(source)
-    options = options_of(raw)
 
     def run(
         out: Path | None, html: Path | None, as_json: bool, check: bool, address: str | None, model: str | None = None,
         config: str | None = None, **given: Any,
     ) -> None:  # fmt: skip
-        changed = {name: given[name.replace("-", "_")] for name in options}
-        experiment = load_experiment(source, changed)
-        _run(experiment, model, config, out, html, as_json, check, address)
+        _run(define(**given), model, config, out, html, as_json, check, address)
 
-    common: dict[str, Any] = {"model": (Model, None), "config": (Config, None)} if raw.needs_model else {}
+    hints = typing.get_type_hints(define, include_extras=True)
+    own = {key: (hints[key], parameter.default) for key, parameter in inspect.signature(define).parameters.items()}
+    common: dict[str, Any] = {"model": (Model, None), "config": (Config, None)} if needs_model else {}
     common |= {"out": (PageOut, None), "html": (_Html, None), "as_json": (Json, False), "check": (Check, False),
                "address": (_Address, None)}  # fmt: skip
-    own = {name.replace("-", "_"): _option(name, option, raw) for name, option in options.items()}
-    return as_command(run, Path(source).stem, raw.summary, own | common)
-
-
-def _option(name: str, option: Option, experiment: Experiment) -> tuple[Any, Any]:
-    """Type (with help) and default of a field's option; a list is text, and a required one has no default."""
-
-    def text(value: Any) -> str:
-        if value is None:
-            return "none"
-        return f"{value:g}" if isinstance(value, float) else str(getattr(value, "name", value))
-
-    found = field_at(experiment, option.fields[0])
-    default, kind = found.value, found.kind
-    if kind is None:
-        default, kind = ",".join(text(part) for part in found.value), str
-    required = (default in ("", None)) and option.required
-    shown: Any = typer.Option(
-        *(f"--{n}" for n in (name, *option.also)), help=option.help or found.description, show_default=not required
-    )
-    return Annotated[kind if required else kind | None, shown], inspect.Parameter.empty if required else default
+    return as_command(run, name, define.__doc__, own | common)
 
 
 def _run(
@@ -152,7 +120,7 @@ def _run(
         with _cells(address, progress) as cells:
             report, journal = run_experiment(experiment, model, config, result, progress, cells, earlier=result)
         if experiment.printed is not None:
-            from .table import table_of
+            from .page import table_of
 
             report.printed = table_of(experiment, experiment.printed, report.as_dict())
         discard.append(journal.discard)
@@ -161,7 +129,7 @@ def _run(
     def draw(report: Report) -> None:
         """Figures come after the results are printed and in their file."""
         if folder is not None:
-            from .table import write_folder
+            from .page import write_folder
 
             write_folder(experiment, report.as_dict(), folder)
         if html is not None:
@@ -213,4 +181,4 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
 
 
 bench_app.command(cls=JsonCommand)(command("serve", Serve))
-bench_app.command(cls=JsonCommand)(experiment_command("compare"))
+bench_app.command(cls=JsonCommand)(experiment_command("compare", compare))

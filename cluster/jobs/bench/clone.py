@@ -1,8 +1,8 @@
 """`benchmarks/`: a clone of the repository has it, an installed wheel has not.
 
 The root of a clone is the folder of the package itself, so that `benchmarks/` is its subpackage there, in this process
-and in every other that imports the clone. It registers what it adds: commands, cases, metrics, simulated sections and
-random models. A Ray job whose working folder is a clone has it too, where the nodes have a wheel.
+and in every other that imports the clone. It adds commands, cases, experiments, simulated sections and random models.
+A Ray job whose working folder is a clone has it too, where the nodes have a wheel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-CLONE = "run it from a clone of the repository: its benchmarks/ has what this needs"  # a remedy
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -26,7 +25,7 @@ def benchmarks_dir() -> Path | None:
     roots = [Path(part) for part in import_module(_PACKAGE).__path__]
     roots += [Path.cwd()] if in_a_ray_job() else []
     found = (root / "benchmarks" for root in roots)
-    return next((folder for folder in found if (folder / "study.py").is_file()), None)
+    return next((folder for folder in found if (folder / "clone_commands.py").is_file()), None)
 
 
 def load(name: str) -> ModuleType | None:

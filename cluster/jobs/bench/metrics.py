@@ -1,4 +1,4 @@
-"""What all benchmarks share: interleaved cases, medians with spread, bars, the JSON report, rows, named metrics."""
+"""What all benchmarks share: interleaved cases, medians with spread, bars, the JSON report, rows."""
 
 from __future__ import annotations
 
@@ -236,24 +236,6 @@ def orders(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _differ(a: Row, b: Row) -> list[bool]:
     return [abs(a[name] - b[name]) > CLEAR * max(a[name], b[name]) for name in _ORDERED]
-
-
-MetricFunction = Callable[..., dict[str, Any]]
-METRICS: dict[str, MetricFunction] = {}  # by name in an experiment's `metrics`
-
-
-def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
-    """Register a metric function under a name.
-
-    It takes the `run.Study`, and its options as keyword-only parameters. It returns figures by key of the JSON object.
-    It may add bars and settings to the study, and measures to its rows.
-    """
-
-    def register(function: MetricFunction) -> MetricFunction:
-        METRICS[name] = function
-        return function
-
-    return register
 
 
 def _without_nan(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Run an experiment: its cells in turn or spread over a cluster's nodes, its metrics, its bars."""
+"""Run an experiment: its cells in turn or spread over a cluster's nodes, its simulated sections, its bars."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,12 @@ from ...config import (
 )
 from ...host import cpu, versions
 from ...report.results import measured_rows, percentiles
-from ...simulate.machine import Machine, load_machine, without_ndp
+from ...simulate.machine import Machine, load_machine
 from ..local_worker import run_config, start_worker
 from ..prepare.measures import add_predictors_of_trace
-from ..replay import require_replayable
 from .cells import Cell, Cells, Journal, Measured, Policy, Score, Scoring, Start, measure_cell
-from .clone import CLONE, load
-from .experiment import Experiment, Section
+from .experiment import Experiment, LinkAt, Section, Served, Simulated, plain
 from .metrics import (
-    METRICS,
     Bar,
     Report,
     Row,
@@ -65,7 +61,7 @@ _QUALITY = ("perplexity_ratio", "top1_agreement", "kl_nats", "same_tokens")
 
 @dataclass
 class Study:
-    """A running experiment, as metric functions see it.
+    """A running experiment, as its sections and its `after` see it.
 
     base: the configuration. text: of the model whose text the prompts are; a random model has none.
     passages: prompts to choose from, by context. scratch: a temporary folder.
@@ -87,7 +83,7 @@ class Study:
     refused: list[dict[str, Any]] = field(default_factory=list)
     bars: list[Bar] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
-    _traces: dict[str, Recorded] = field(default_factory=dict)
+    traces: dict[str, Recorded] = field(default_factory=dict)
 
     @property
     def contexts(self) -> list[str]:
@@ -107,13 +103,13 @@ class Study:
 
     def recorded(self, context: str) -> Recorded:
         """The routing trace of a context's texts; the first call records it at `trace_path`."""
-        if context not in self._traces:
+        if context not in self.traces:
             work, out = self.experiment.workload, self.trace_path(context)
-            self._traces[context] = record_split(
+            self.traces[context] = record_split(
                 self.base, self.traced(context), work.tokens_of(context), work.trace.tokens, work.trace.distances, out,
                 self.progress,
             )  # fmt: skip
-        return self._traces[context]
+        return self.traces[context]
 
     def stepped(self, what: str, total: int) -> Callable[[], None]:
         """Show a progress bar; call the result after each step."""
@@ -141,24 +137,13 @@ def run_experiment(
         ConfigError, BudgetError, CheckpointError, RequestError: refused before anything is measured.
         RuntimeFailure: see `measure_cell`.
     """
-    study_of_clone = load("study")  # its metric functions and simulated sections
     experiment, load_average = experiment.of_model(model), os.getloadavg()[0]
-    base = text = run_config(model if experiment.random.model is None else None, file)
-    if experiment.random.model is not None:
-        base = run_config(str(_made(experiment, experiment.random.model, progress)), file)
+    base = text = run_config(model if experiment.random is None else None, file)
+    if experiment.random is not None:
+        base = run_config(str(_made(experiment, experiment.random, progress)), file)
     if experiment.grid.latency_us is not None:
         link = base.link.model_copy(update={"latency_us": experiment.grid.latency_us})
         base = base.model_copy(update={"link": link})
-    for metric in experiment.metrics:
-        if metric.metric not in METRICS:
-            known = f"choose one of {', '.join(METRICS)}" if METRICS else CLONE
-            raise ConfigError(f"no metric '{metric.metric}'", known)
-        named = {p.name for p in signature(METRICS[metric.metric]).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        if unknown := set(metric.options) - named:
-            raise ConfigError(f"metric '{metric.metric}' has no option {', '.join(sorted(unknown))}", "leave it out")
-    for section in experiment.running:
-        if section.executor == "simulated" and study_of_clone is None:
-            raise ConfigError(f"section {section.name} is simulated", CLONE)
     with tempfile.TemporaryDirectory(prefix=f"tiermoe-{experiment.name}-") as scratch:
         journal = Journal(None, {})
         passages = _passages(experiment, text) if experiment.needs_model else {}
@@ -171,14 +156,13 @@ def run_experiment(
         links = _links(study)
         files = _predictor_files(study) if experiment.needs_model else {}
         for section in experiment.running:
-            if section.executor == "simulated":
-                assert study_of_clone is not None  # as just checked
-                simulate = partial(study_of_clone.simulate, study, section, links)
+            if isinstance(section, Simulated):
+                simulate = partial(section.rows, study, links)
                 # a policy that is refused may be mended until the run resumes
                 found = journal.step(f"section {section.name}", simulate, lambda rows: rows == measured_rows(rows))
                 study.rows += measured_rows(found)
                 study.refused += [row for row in found if "refused" in row]
-            else:
+            elif isinstance(section, Served):
                 study.cells += _cells(study, section, links, files)
         _run_cells(study, cells or partial(_in_turn, study, start, score))
         if study.refused and not study.rows:
@@ -189,10 +173,10 @@ def run_experiment(
             figures["orders"] = orders(study.rows)
         if study.calibration is not None:
             figures["calibration"] = asdict(study.calibration)
-        for metric in () if study.refused else experiment.metrics:  # they compare all variants
-            figures |= METRICS[metric.metric](study, **metric.options)
+        if experiment.after is not None and not study.refused:  # it compares all variants
+            figures |= experiment.after(study)
     executors = {o.executor for _, found in study.ran for o in found.outcomes if not o.refused}
-    executors |= {"simulated"} if any(s.executor == "simulated" for s in experiment.sections) else set()
+    executors |= {"simulated"} & {section.executor for section in experiment.sections}
     report = Report(
         experiment.name, ", ".join(sorted(executors, key=lambda name: name != "simulated")), rounded(study.rows),
         study.bars, rounded(study.settings), experiment.shown or _shown(study.rows), rounded(figures),
@@ -203,8 +187,8 @@ def run_experiment(
 
 def _made(experiment: Experiment, random: NamedModel, progress: Progress | None) -> Path:
     """The folder of a random model, after a look at what its experts and the slots of all workers of a cell take."""
-    for section in experiment.running:
-        for budget in section.budgets or experiment.grid.budgets if section.executor == "engine" else ():
+    for section in (section for section in experiment.running if isinstance(section, Served)):
+        for budget in section.budgets or experiment.grid.budgets:
             given = Budget.parse(budget)
             held = given.bytes_of(1, random.expert_bytes) / random.expert_bytes
             random.require_memory(len(section.variants) if section.serve else 1, min(1.0, held))
@@ -243,7 +227,7 @@ def _refuse(study: Study) -> None:
     """Refuse before anything is measured what cannot run."""
     experiment, base = study.experiment, study.base
     work, grid = experiment.workload, experiment.grid
-    engine = [section for section in experiment.running if section.executor == "engine"]
+    engine = [section for section in experiment.running if isinstance(section, Served)]
     throttled = any(link is not None for link in (*grid.links, *grid.ratios, grid.link))
     if engine:
         base = on_this_machine(base)
@@ -258,13 +242,9 @@ def _refuse(study: Study) -> None:
             raise ConfigError(what, "give more prompts, fewer repetitions, or leave --fresh out")
         if count < 1:
             raise ConfigError("--prompts is 0", "give at least 1")
-    if simulated := [s for s in experiment.running if s.executor == "simulated" and s.simulation is None]:
-        for context in study.contexts:
-            study.traced(context)
-        for policy in (policy for section in simulated for policy in _policies(section, work.tau, None)):
-            require_replayable(policy.settings)
-            if policy.settings.placement.kind != "cache":
-                raise without_ndp(policy.settings.name, "recorded")
+    for section in experiment.running:
+        if isinstance(section, Simulated):
+            section.refuse(study)
     for section in engine:
         for policy in _policies(section, work.tau, None):
             for budget in section.budgets or grid.budgets:
@@ -285,7 +265,7 @@ def _policies(section: Section, tau: int | None, top_k: int | None) -> list[Poli
     return found
 
 
-def _links(study: Study) -> list[tuple[float | None, float | None]]:
+def _links(study: Study) -> list[LinkAt]:
     """Gigabytes (1e9) per second of each link, and its ratio of loading over computing; None: unknown."""
     grid, base = study.experiment.grid, study.base
     if grid.calibrate == "off":
@@ -361,7 +341,7 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
         then = record["settings"] | {"hardware": record["hardware"]["model"]}
         if record["name"] != name or {row["section"] for row in rows} != set(sections):
             raise ValueError(f"it lacks rows of {', '.join(sections)}")
-        if all(s.simulation is not None for s in study.experiment.sections if s.name in sections):
+        if not any(s.needs_model for s in study.experiment.sections if s.name in sections):
             study.rows += rows
             return
         before = {key: then[key] for key in ("machine", "shape", "model", "workload", "grid", "hardware")}
@@ -379,15 +359,13 @@ def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> No
     study.settings |= {"machine": before["machine"], "shape": before["shape"], "earlier": origin}
 
 
-def _cells(
-    study: Study, section: Section, links: Sequence[tuple[float | None, float | None]], files: Mapping[str, bytes]
-) -> Iterator[Cell]:
+def _cells(study: Study, section: Served, links: Sequence[LinkAt], files: Mapping[str, bytes]) -> Iterator[Cell]:
     work, grid, calibration = study.experiment.workload, study.experiment.grid, study.calibration
     policies = tuple(_policies(section, work.tau, calibration.top_k if calibration is not None else None))
     scoring = None
     if section.score != "none":
         layer_us = calibration.compute_s * 1e6 if section.stepped and calibration is not None else None
-        scoring = Scoring(work.quality.options, section.score == "all", layer_us)
+        scoring = Scoring(work.quality, section.score == "all", layer_us)
     chosen = {"all": links, "first": links[:1], "none": [(None, None)]}[section.links]
     for context in study.contexts if section.serve else study.contexts[:1]:
         split = _served(study, context) if section.serve else Split((), ())
@@ -489,13 +467,13 @@ def _settings(study: Study) -> dict[str, Any]:
     experiment, base = study.experiment, study.base
     work = experiment.workload
     if not experiment.needs_model:
-        stated = (section.simulation for section in experiment.sections)
-        return {"machine": ", ".join(dict.fromkeys(one.machine for one in stated if one is not None))}
-    random = experiment.random.model
+        return {"machine": ", ".join(dict.fromkeys(s.machine for s in experiment.sections if isinstance(s, Simulated)))}
+    workload, random = plain(work), experiment.random
+    del workload["quality"]["seed"]  # always the same
     made = None if random is None else f"{random.layers} layers of {random.name} in {random.form}, random weights"
     return {
         "model": made or base.model_dir.name, "threads": base.worker_threads, "latency_us": base.link.latency_us,
-        "workload": work.model_dump(mode="json"), "grid": experiment.grid.model_dump(mode="json"),
+        "workload": workload, "grid": plain(experiment.grid),
         "policies": {section.name: [v.name for v in section.variants] for section in experiment.running},
     }  # fmt: skip
 
@@ -509,15 +487,12 @@ def _fingerprint(study: Study) -> dict[str, Any]:
         return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
     return {
-        **work.model_dump(mode="json", exclude={"trace", "quality", "prompts_file", "warm_file"}),
-        **experiment.grid.model_dump(mode="json"),
-        "trace": work.trace.model_dump(mode="json"), "quality": work.quality.model_dump(mode="json"),
-        "sections": [section.model_dump(mode="json", exclude={"variants"}) for section in experiment.sections],
+        **plain(replace(work, prompts_file=None, warm_file=None)), **plain(experiment.grid),
+        "sections": [plain(replace(section, variants=())) for section in experiment.sections],
         "policies": {
             section.name: [[v.name, v.policy(work.tau).model_dump(mode="json")] for v in section.variants]
             for section in experiment.sections
         },
-        "metrics": [metric.model_dump(mode="json") for metric in experiment.metrics],
         "prompts": digest([[split.learn, split.measure] for split in study.passages.values()]),
         "maps": None if matcher is None else hashlib.sha256(Path(matcher).read_bytes()).hexdigest(),
         "config": base.model_dump(mode="json", exclude={"policy", "budget", "ray", "store"}),

@@ -1,0 +1,1 @@
+"""Experiments: variants, workload, comparisons with published figures, tables and figures; one module each."""
