@@ -27,7 +27,7 @@ from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import layer_name, read_manifest
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
 from tiermoe.cluster.jobs.prepare.prepare_command import prepare_command
-from tiermoe.errors import CheckpointError, ConfigError, StoreError, UnsupportedModelError
+from tiermoe.errors import CheckpointError, StoreError, UnsupportedModelError
 
 torch.set_num_threads(1)
 
@@ -292,10 +292,6 @@ def test_finding_a_store_needs_no_torch(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_store(qwen: Path, tmp_path: Path) -> None:
-    """Guards also an option that did nothing: --cache-dir with OUT."""
-    with pytest.raises(ConfigError, match="OUT and --cache-dir are both given"):
-        prepare_command(qwen, tmp_path / "out", cache_dir=tmp_path)
-    assert not (tmp_path / "out").exists()
     app = typer.Typer()
     app.command()(prepare_command)
     result = CliRunner().invoke(app, [str(qwen), "--cache-dir", str(tmp_path)])
