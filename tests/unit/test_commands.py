@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import traces
 from commands import Command
+from tiny_models import save_byte_tokenizer
 from topology_cases import MIXTRAL, NODES
 
 from tiermoe.cluster.jobs.prepare import prepare
@@ -16,9 +17,9 @@ from tiermoe.cluster.jobs.prepare import prepare
 _SERVE, _PLAN, _REPLAY, _PROFILE = (
     "serve --device cpu --port 0", "plan --model {model}", "replay {trace}", "prepare {store} --profile"
 )
+_RUN, _EVAL, _RECORD = "run hello --model {runnable}", "eval --policy on-demand", "record {prompts} {folder}/out"
 
-# words of a command -> files that it is given by {0}, {1}; what is said. {model}, {store}, {trace}, {nodes}, {text},
-# {binary} and {folder} are there
+# words of a command, in which {0} is a file and others are of `places` -> what is said, in parts; the file's text
 REFUSED: dict[str, tuple[str, ...]] = {
     # serve
     _SERVE + " --server-config {0} #1": ("unknown key 'colour'", "colour: red"),
@@ -37,6 +38,38 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _SERVE + " --policy nothing": ("no policy",),
     **{f"serve {option} a": ("HTTPS needs a certificate and its key; give --ssl-certfile and --ssl-keyfile",)
        for option in ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs")},
+    # run
+    _RUN + " --policy magic": ("no policy 'magic'|choose one of activeevict, ",),
+    _RUN + " --budget 0": ("budget '0'|512MiB",), _RUN + " --budget 1.5": ("budget '1.5'|share",),
+    _RUN + " --budget lots": ("budget 'lots'|share",),
+    _RUN + " --policy all-resident": ("keeps every expert|--budget 1.0",),
+    _RUN + " --max-tokens 0": ("--max-tokens is 0|from 1",),
+    _RUN + " --max-tokens 64": ("exceed the model's 64 positions|lower --max-tokens",),
+    _RUN + " --temperature -1": ("--temperature is -1|greedy",), _RUN + " --top-p 7": ("--top-p is 7|up to 1",),
+    _RUN + " --top-k -1": ("--top-k",), _RUN + " --seed -4": ("--seed is -4|from 0",),
+    _RUN + " --link-gbps 0": ("--link-gbps is 0|greater than 0",),
+    _RUN + " --link-latency-us inf": ("--link-latency-us is inf|finite",),
+    _RUN + " --device tpu": ("--device is 'tpu'|cuda",),
+    _RUN + " --device cuda --link-gbps 3": ("device is cuda|leave them out",),
+    _RUN + " --threads 0": ("--threads is 0|greater than or equal to 1",),
+    _RUN + " --config moon": ("no configuration file 'moon'|laptop",),
+    _RUN + " --config {0}": ("unknown key 'bugdet'; did you mean 'budget'?", "bugdet: 0.5"),
+    _RUN + " --trace /nowhere/at/all/trace.json": ("no directory '/nowhere/at/all'|mkdir",),
+    _RUN + " --prompt-file x": ("both PROMPT and --prompt-file|either",),
+    _RUN + " --max-tokens 4": ("safetensors",),  # a checkpoint without weights
+    "run hello --model {folder}/none": ("--model",), "run hello --model {folder}": ("has no config.json",),
+    "run '' --model {runnable}": ("prompt",), "run --model {runnable}": ("prompt",),
+    "run --prompt-file {folder}/none.txt --model {runnable}": ("none.txt': No such file",),
+    "run --prompt-file {0} --model {runnable} --max-tokens 1": ("100 prompt tokens", "x" * 100),
+    # eval and record
+    _EVAL.replace("on-demand", "magic"): ("no policy 'magic'",), _EVAL + " --windows 0": ("--windows is 0",),
+    _EVAL + " --prefix 2000": ("exceed the model's 2048 positions",),
+    _EVAL + " --model /nowhere": ("no model at '/nowhere'",),
+    _EVAL + " --model {checkpoint} --prefix 16 --continuation 16": ("held-out passages",),
+    _RECORD + " --max-tokens 0": ("--max-tokens is 0",), _RECORD + " --distances 9": ("--distances is 9",),
+    _RECORD + " --max-tokens 5000 --sample 1": ("prompt 1: ",), _RECORD + " --limit 0": ("--limit is 0",),
+    _RECORD + " --sample -1": ("--sample is -1",),
+    _RECORD + " --seed 1": ("--seed and --ignore-eos are for sampled tokens",), _RECORD: ("in '",),
     # plan
     _PLAN + " --config multi-gpu --nodes {nodes}": ("shard 2 fits on no node",),
     _PLAN + " --config multi-node": ("pass --live to ask it, or --nodes FILE",),
@@ -78,11 +111,16 @@ def places(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     (folder / "nodes.yaml").write_text(NODES)
     (folder / "text.txt").write_text("A text. " * 100)
     (folder / "text.bin").write_text("x")
+    (folder / "prompts.txt").write_text("so and " * 30 + "\n")
+    (folder / "runnable").mkdir()
+    (folder / "runnable" / "config.json").write_text('{"max_position_embeddings": 64}')
+    save_byte_tokenizer(folder / "runnable")
     traces.write(folder / "trace", traces.header(), [[1, 2, 3], [4, 5]], 6)
     prepare(checkpoint, folder / "store", progress=False)
     return {
         "folder": folder, "model": folder / "mixtral", "nodes": folder / "nodes.yaml", "text": folder / "text.txt",
-        "binary": folder / "text.bin", "trace": folder / "trace", "store": folder / "store",
+        "prompts": folder / "prompts.txt", "runnable": folder / "runnable", "binary": folder / "text.bin",
+        "trace": folder / "trace", "store": folder / "store", "checkpoint": checkpoint,
     }  # fmt: skip
 
 
@@ -92,13 +130,13 @@ def test_refused_in_one_line(words: str, places: dict[str, Path], tmp_path: Path
     files = [tmp_path / f"{number}.yaml" for number in range(len(contents))]
     for file, content in zip(files, contents, strict=True):
         file.write_text(content)
-    args = [word.format(*files, **places) for word in words.partition(" #")[0].split()]
+    args = [word.format(*files, **places).replace("''", "") for word in words.partition(" #")[0].split()]
     before = sorted(path.name for path in places["folder"].rglob("*"))
     code, out, err = command(*args)
     assert (code, out) == (1 if "no Ray answers" in said else 2, "")
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert [part for part in said.split("|") if part not in err] == [], err
     assert sorted(path.name for path in places["folder"].rglob("*")) == before
 
 
