@@ -173,7 +173,7 @@ def serving(
 
 
 def template_of(calls: str, several: str = "") -> str:
-    """A template whose calls are written so; `c` is one, `json` its arguments. several: what stands before all calls."""
+    """A template whose calls are written so; `c` is one, `json` its arguments. several: what is before all calls."""
     return (
         "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
         "{{ m.content }}{% set calls = m.tool_calls or [] %}" + several + "{% for c in calls %}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_checkpoint
+from tiny_models import edit_config, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
@@ -35,12 +34,6 @@ torch.set_num_threads(1)
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
-
-
-def edit_config(checkpoint: Path, **changes: object) -> Path:
-    path = checkpoint / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return checkpoint
 
 
 def edit_tensors(checkpoint: Path, **changes: torch.Tensor | None) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_checkpoint
+from tiny_models import edit_config, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.store.format import read_manifest
@@ -59,11 +59,6 @@ def write(folder: Path, single: Path, shards: Shards, weight_map: dict[str, str]
 
 def plain_map(shards: Shards) -> dict[str, str]:
     return {name: file for file, tensors in shards.items() for name in tensors}
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def in_folders(folder: Path, single: Path) -> None:
