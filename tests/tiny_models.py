@@ -7,6 +7,7 @@ the logits visibly.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,13 @@ def save_tiny_checkpoint(model_type: str, directory: Path | str, seed: int = 0, 
     finally:
         torch.random.set_rng_state(generator_state)
     return Path(directory)
+
+
+def edit_config(checkpoint: Path, **changes: Any) -> Path:
+    """Other fields of its configuration."""
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return checkpoint
 
 
 def _unsettle(model: torch.nn.Module) -> None:

@@ -35,3 +35,16 @@ def plan(nodes: list[NodeInfo], **changes: Any) -> Topology:
 
 def places_of(topology: Topology) -> dict[str, str]:
     return {actor.name: actor.node for actor in topology.actors}
+
+# the configuration of a small model, and a file of three nodes
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "vocab_size": 10, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
+NODES = """
+nodes:
+  - {id: g, address: 10.0.0.1, resources: {CPU: 5, GPU: 1, memory: 64GB}}
+  - {id: h, address: 10.0.0.2, resources: {CPU: 5, GPU: 1, memory: 64GB}}
+  - {id: m, address: 10.0.0.3, resources: {CPU: 20, ndp: 1, store: 1, memory: 256GB}}
+"""

@@ -1,14 +1,13 @@
-"""The command line on the default model: `run` as a user runs it, refusals of one line, `eval`, recorded traces."""
+"""The command line on the default model: `run` as a user runs it, `eval`, recorded traces."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from commands import Command
 from serving import Reference, default_model_greedy
-from tiny_models import save_byte_tokenizer
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.engine.serving.scoring import score_with
@@ -33,122 +31,6 @@ from tiermoe.limits import usable_cores
 TIERMOE = str(Path(sys.executable).with_name("tiermoe"))
 MAIN = "from tiermoe.cluster.cli import main; main()"
 needs_model = pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
-
-
-# -- refusals: exit code 2, one line that says what is wrong and what to do, no traceback, and no Ray started ----------
-
-
-@pytest.fixture
-def refusal(command: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    import ray
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("Ray was started for input that should have been refused")
-
-    monkeypatch.setattr(ray, "init", refuse)
-    return command.refusal
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As much of a checkpoint as the checks before the start look at."""
-    directory = tmp_path_factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
-    save_byte_tokenizer(directory)
-    return directory
-
-
-@pytest.mark.parametrize(
-    ("options", "what", "remedy"),
-    [
-        (["--policy", "magic"], "no policy 'magic'", "choose one of activeevict, "),
-        (["--budget", "0"], "budget '0'", "512MiB"),
-        (["--budget", "1.5"], "budget '1.5'", "share"),
-        (["--budget", "lots"], "budget 'lots'", "share"),
-        (["--policy", "all-resident"], "keeps every expert", "--budget 1.0"),
-        (["--max-tokens", "0"], "--max-tokens is 0", "from 1"),
-        (["--max-tokens", "64"], "exceed the model's 64 positions", "lower --max-tokens"),
-        (["--temperature", "-1"], "--temperature is -1", "greedy"),
-        (["--top-p", "7"], "--top-p is 7", "up to 1"),
-        (["--seed", "-4"], "--seed is -4", "from 0"),
-        (["--link-gbps", "0"], "--link-gbps is 0", "greater than 0"),
-        (["--link-latency-us", "inf"], "--link-latency-us is inf", "finite"),
-        (["--device", "tpu"], "--device is 'tpu'", "cuda"),
-        (["--device", "cuda", "--link-gbps", "3"], "device is cuda", "leave them out"),
-        (["--threads", "0"], "--threads is 0", "greater than or equal to 1"),
-        (["--config", "moon"], "no configuration file 'moon'", "laptop"),
-        (["--trace", "/nowhere/at/all/trace.json"], "no directory '/nowhere/at/all'", "mkdir"),
-        (["--prompt-file", "x"], "both PROMPT and --prompt-file", "either"),
-        (["--max-tokens", "4"], "", "safetensors"),  # a checkpoint without weights
-    ],
-)
-def test_run_refuses_an_option(
-    options: list[str], what: str, remedy: str, refusal: Callable[..., str], model: Path
-) -> None:
-    line = refusal("run", "hello", "--model", model, *options)
-    assert what in line
-    assert remedy in line
-
-
-def test_run_refuses_a_model_a_prompt_or_a_file(refusal: Callable[..., str], model: Path, tmp_path: Path) -> None:
-    assert "--model" in refusal("run", "hello", "--model", tmp_path / "none")
-    assert "has no config.json" in refusal("run", "hello", "--model", tmp_path)
-    for prompt in ([""], []):
-        assert "prompt" in refusal("run", *prompt, "--model", model)
-    line = refusal("run", "--prompt-file", tmp_path / "none.txt", "--model", model)
-    assert line.count("none.txt") == 1  # not once more in the system's words
-    assert "No such file" in line
-    long, config = tmp_path / "prompt.txt", tmp_path / "run.yaml"
-    long.write_text("x" * 100)
-    options = ("--model", model, "--max-tokens", 1)
-    assert "100 prompt tokens" in refusal("run", "--prompt-file", long, *options)
-    config.write_text("bugdet: 0.5\n")
-    line = refusal("run", "hello", "--model", model, "--config", config)
-    assert "unknown key 'bugdet'; did you mean 'budget'?" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        (["--policy", "magic"], "no policy 'magic'"),
-        (["--policy", "on-demand", "--windows", "0"], "--windows is 0"),
-        (["--policy", "on-demand", "--prefix", "2000"], "exceed the model's 2048 positions"),
-        (["--policy", "on-demand", "--model", "/nowhere"], "no model at '/nowhere'"),
-    ],
-)
-def test_eval_refuses(options: list[str], what: str, refusal: Callable[..., str]) -> None:
-    assert what in refusal("eval", *options)
-
-
-@pytest.mark.slow
-def test_eval_refuses_a_model_without_heldout_text(command: Command, tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "config.json"):
-        shutil.copy(default_model_dir() / name, tmp_path)
-    code, _, err = command("eval", "--policy", "on-demand", "--model", tmp_path)
-    assert code == 2
-    assert "held-out passages" in err
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--max-tokens", "0"], "--max-tokens is 0"),
-        (["--max-tokens", "5000", "--sample", "1"], "prompt 1: "),
-        (["--distances", "9"], "--distances is 9"),
-        (["--limit", "0"], "--limit is 0"),
-        (["--sample", "-1"], "--sample is -1"),
-        (["--seed", "1"], "--seed and --ignore-eos are for sampled tokens"),
-        ([], "in '"),
-    ],
-)
-def test_record_refuses(args: list[str], message: str, command: Command, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("so and " * 30 + "\n")
-    code, out, err = command("record", prompts, tmp_path / "out", *args)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_option_is_a_usage_error(command: Command) -> None:

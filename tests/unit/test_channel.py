@@ -235,6 +235,14 @@ def test_answers_that_no_caller_takes_do_not_block_requests(connect: Opener, cou
     assert [seconds(pending) for pending in pendings] == list(range(count))
 
 
+def test_posts_arrive_and_one_that_fails_ends_nothing(connect: Opener, worker: Worker) -> None:
+    channel = connect()
+    assert channel.post(HealthRequest())
+    assert channel.post(batch(layer=7))
+    wait_until(lambda: worker.layers == [7])
+    assert isinstance(channel.call(batch(), _SOON_S), ExpertResult)
+
+
 def test_a_server_that_closes_is_lost_at_once(connect: Opener, worker: Worker, transport: str) -> None:
     server = ChannelServer(worker)
     channel = open_channel(server.address, ChannelOptions(transport=transport, liveness_s=20))  # type: ignore[arg-type]

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import damage
 import numpy as np
 import pytest
 import torch
+from damage import edit_header, flip, header_length, overwrite
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 from words import check_words
@@ -56,49 +58,16 @@ def pick(folder: Path, rng: random.Random, *patterns: str) -> Path:
     return rng.choice(sorted(path for pattern in patterns for path in folder.glob(pattern)))
 
 
-def overwrite(path: Path, data: bytes | bytearray) -> None:
-    assert data != path.read_bytes(), "the mutation changed nothing"
-    path.write_bytes(data)
-
-
-def flip(path: Path, rng: random.Random, start: int, stop: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(start, stop)] ^= 1 << rng.randrange(8)
-    overwrite(path, data)
-
-
-def header_length(path: Path) -> int:
-    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
-
-
-def edit_header(path: Path, edit: Callable[[dict], None]) -> None:
-    """Change the header and leave the data as it is."""
-    data, length = path.read_bytes(), header_length(path)
-    entries = json.loads(data[8:length])
-    edit(entries)
-    text = json.dumps(entries).encode()
-    overwrite(path, len(text).to_bytes(8, "little") + text + data[length:])
-
-
-def truncate(path: Path, rng: random.Random) -> None:
-    data = path.read_bytes()
-    overwrite(path, data[: rng.choice([0, 1, 7, 8, 9, len(data) // 2, len(data) - 1, rng.randrange(len(data))])])
-
-
 def weights(folder: Path, rng: random.Random) -> Path:
     return pick(folder, rng, "*.safetensors")
 
 
+def of_weights(change: Mutation) -> Mutation:
+    """A change of one of the files of weights."""
+    return lambda folder, rng: change(weights(folder, rng), rng)
+
+
 JSON_FILES = ("config.json", "*.index.json", MANIFEST_NAME)
-
-
-def extend_weights(folder: Path, rng: random.Random) -> None:
-    path = weights(folder, rng)
-    overwrite(path, path.read_bytes() + bytes(rng.choice([1, 64, 4096])))
-
-
-def flip_header(folder: Path, rng: random.Random) -> None:
-    flip(path := weights(folder, rng), rng, 8, header_length(path))
 
 
 def flip_payload(folder: Path, rng: random.Random) -> None:
@@ -129,36 +98,9 @@ def edit_offsets(entry: dict, rng: random.Random) -> None:
 
 def in_an_entry(edit: Callable[[dict, random.Random], None]) -> Mutation:
     def mutate(folder: Path, rng: random.Random) -> None:
-        def change(entries: dict) -> None:
-            edit(entries[rng.choice(sorted(set(entries) - {"__metadata__"}))], rng)
-
-        edit_header(weights(folder, rng), change)
+        edit_header(weights(folder, rng), lambda entries: edit(entries[damage.tensor_of(entries, rng)], rng))
 
     return mutate
-
-
-def rename_tensor(folder: Path, rng: random.Random) -> None:
-    def change(entries: dict) -> None:
-        name = rng.choice(sorted(set(entries) - {"__metadata__"}))
-        renamed = rng.choice([name + "x", "x" + name, name.replace("model.", "", 1) + ".0", "\u00b2", name.upper()])
-        entries[renamed] = entries.pop(name)
-
-    edit_header(weights(folder, rng), change)
-
-
-def drop_tensor(folder: Path, rng: random.Random) -> None:
-    """A tensor less in the header and in the data."""
-    path = weights(folder, rng)
-    data, length = path.read_bytes(), header_length(path)
-    entries = json.loads(data[8:length])
-    metadata = entries.pop("__metadata__", None)
-    begin, end = entries.pop(rng.choice(sorted(entries)))["data_offsets"]
-    for entry in entries.values():
-        if entry["data_offsets"][0] >= end:
-            entry["data_offsets"] = [offset - (end - begin) for offset in entry["data_offsets"]]
-    text = json.dumps({**({"__metadata__": metadata} if metadata else {}), **entries}).encode()
-    payload = data[length : length + begin] + data[length + end :]
-    overwrite(path, len(text).to_bytes(8, "little") + text + payload)
 
 
 def put_nan(folder: Path, rng: random.Random) -> None:
@@ -206,20 +148,22 @@ def edit_json_value(folder: Path, rng: random.Random) -> None:
 
 # must be refused in a checkpoint too: missing or surplus data, or numbers that are not finite
 FATAL: dict[str, Mutation] = {
-    "truncate_weights": lambda folder, rng: truncate(weights(folder, rng), rng),
-    "extend_weights": extend_weights,
-    "flip_length": lambda folder, rng: flip(weights(folder, rng), rng, 0, 8),
+    "truncate_weights": of_weights(damage.truncate),
+    "extend_weights": of_weights(
+        lambda path, rng: overwrite(path, path.read_bytes() + bytes(rng.choice([1, 64, 4096])))
+    ),
+    "flip_length": of_weights(lambda path, rng: flip(path, rng, 0, 8)),
     "edit_shape": in_an_entry(edit_shape),
     "edit_dimension": in_an_entry(edit_dimension),
     "edit_offsets": in_an_entry(edit_offsets),
-    "rename_tensor": rename_tensor,
-    "drop_tensor": drop_tensor,
+    "rename_tensor": of_weights(damage.rename_tensor),
+    "drop_tensor": of_weights(damage.drop_tensor),
     "put_nan": put_nan,
     "swap_files": swap_files,
 }
 MUTATIONS: dict[str, Mutation] = FATAL | {
-    "truncate_json": lambda folder, rng: truncate(pick(folder, rng, *JSON_FILES), rng),
-    "flip_header": flip_header,
+    "truncate_json": lambda folder, rng: damage.truncate(pick(folder, rng, *JSON_FILES), rng),
+    "flip_header": of_weights(damage.flip_header),
     "flip_payload": flip_payload,
     "flip_config": lambda folder, rng: flip_json(folder, rng, "config.json"),
     "flip_index": lambda folder, rng: flip_json(folder, rng, *JSON_FILES),

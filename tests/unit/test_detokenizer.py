@@ -241,22 +241,6 @@ def test_what_may_become_a_stop_string_is_held_back() -> None:
     assert (matcher.feed("more"), matcher.finish()) == ("", "")
 
 
-@settings(max_examples=300, deadline=None)
-@given(_PIECES, _STOPS)
-def test_stops_are_those_of_a_plain_search(pieces: list[str], stops: list[str]) -> None:
-    """Each piece's earliest, of several the first listed, and nothing pending that is no beginning of one."""
-    matcher, text = StopMatcher(stops), ""
-    for piece in pieces:
-        text += piece
-        assert matcher.completed_by(piece) == (bool(piece) and any(stop in matcher._pending + piece for stop in stops))
-        matcher.feed(piece)
-        if places := [(text.find(stop), i) for i, stop in enumerate(stops) if stop in text]:
-            assert matcher.matched == stops[min(places)[1]]
-            return
-        ends = [text[-n:] for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        assert matcher._pending == max(ends, key=len, default="")
-
-
 @pytest.mark.parametrize(
     ("tokenizer", "token"), [(fallback_tokenizer(), 0xF0), (fallback_tokenizer(), 0x61), (byte_tokenizer(), 0x61)]
 )

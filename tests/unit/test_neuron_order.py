@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -260,84 +257,6 @@ def test_ties_stay_in_order_and_neurons_that_depend_on_their_position_are_refuse
     placed = MoeBlock(torch.nn.Identity(), lambda pre: silu_times_up(pre) * scale, None, None, None)
     with pytest.raises(UnsupportedModelError, match="depend on a neuron's position"):
         refuse_mixing([placed], shape)
-
-
-# Kills a copy of itself before each change of a file in turn; what it leaves is the old store or the new one, and the
-# same command ends where an undisturbed one does. Forks, so that imports are paid once.
-_KILLER = """
-import os, shutil, signal, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from rich.console import Console
-from tiermoe.actors.store.files import ExpertStore
-from tiermoe.actors.store.format import MANIFEST_NAME
-from tiermoe.cluster.jobs.prepare.neuron_order import order_neurons
-
-plain, work, text = map(Path, sys.argv[1:])
-store = work / "store"
-
-def files():
-    return {p.name: p.read_bytes() for p in store.iterdir() if "verified" not in p.name}
-
-def run(kill_before):
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    left = [kill_before]
-    def count(event, args):
-        change = event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove")
-        change = change or (event == "open" and args[2] & os.O_ACCMODE)
-        if change and str(args[0]).startswith(str(work)):
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-    sys.addaudithook(count)
-    try:
-        order_neurons(store, store, text, Console(quiet=True))
-    except BaseException as error:
-        print(repr(error), flush=True)
-        os._exit(1)
-    os._exit(0)
-
-def fresh():
-    shutil.rmtree(work)
-    work.mkdir()
-    shutil.copytree(plain, store)
-
-fresh()
-old = files()
-order_neurons(store, store, text, Console(quiet=True))  # here, so that the children find all imports done
-new = files()
-seen, point = set(), 0
-while True:
-    point += 1
-    fresh()
-    status = run(point)
-    if status == 0:
-        break
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-    ExpertStore(store, verify="full")
-    manifest = (store / MANIFEST_NAME).read_bytes()
-    assert manifest in (old[MANIFEST_NAME], new[MANIFEST_NAME])
-    seen.add(manifest == new[MANIFEST_NAME])
-    assert run(0) == 0
-    assert files() == new, (point, sorted(files()))
-    assert [p.name for p in work.iterdir()] == ["store"], point
-assert seen == {False, True}
-print(point - 1)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="fork, SIGKILL and the audit of opened files as on Linux")
-def test_killed_anywhere_it_leaves_one_store_and_resumes(plain: Path, text: Path, tmp_path: Path) -> None:
-    (tmp_path / "work").mkdir()
-    command = [sys.executable, "-c", _KILLER, str(plain), str(tmp_path / "work"), str(text)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, timeout=300, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert int(result.stdout.split()[-1]) > 20
 
 
 def test_logits_are_those_of_the_model(store: Path, checkpoint: Path, text: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import serving
 import torch
 from tiny_models import save_tiny_checkpoint
-from typer.testing import CliRunner
 
 from tiermoe.actors.policies.baselines import PreGate
 from tiermoe.actors.store.artifacts import (
@@ -17,7 +16,6 @@ from tiermoe.actors.store.artifacts import (
     gates_of,
 )
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster.cli import app
 from tiermoe.cluster.jobs.prepare.measures import NextRouter, recall, train_gate
 from tiermoe.errors import StoreError
 
@@ -84,12 +82,3 @@ def test_gates_are_read_and_damaged_ones_refused(store: Path) -> None:
     path.unlink()
     with pytest.raises(StoreError, match="cannot be read"):
         read(store, manifest)
-
-
-@pytest.mark.parametrize("option", ["--gates", "--predictors"])
-def test_text_is_refused_before_anything_is_made(option: str, tmp_path: Path) -> None:
-    (tmp_path / "text.bin").write_text("x")
-    model = save_tiny_checkpoint("qwen3_moe", tmp_path / "model")
-    result = CliRunner().invoke(app, ["prepare", str(model), str(tmp_path / "out"), option, str(tmp_path / "text.bin")])
-    assert result.exit_code != 0
-    assert not (tmp_path / "out").exists()

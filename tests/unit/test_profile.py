@@ -35,7 +35,7 @@ from tiermoe.cluster.jobs.profile.profile_options import (
     taken,
     write_figures,
 )
-from tiermoe.errors import ConfigError, StoreError, TierMoeError, TraceError
+from tiermoe.errors import ConfigError, StoreError, TraceError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel
 
 SENTENCE = "Profiles say which experts of a layer are picked together, and which do the same. "
@@ -336,25 +336,3 @@ def test_command(store: Path, checkpoint: Path, text: Path, tmp_path: Path) -> N
     assert "picked its best buddy too" in run.stderr
     assert "cosine" in run.stderr
     assert (tmp_path / "figures" / "similarity-001.png").is_file()
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--profile", "TEXT", "--profile-trace", "TRACE"], "both given"),
-        (["--profile-figures", "x"], "--profile-figures is given without --profile"),
-        (["--profile-warmup-weight", "0.5"], "--profile-warmup-weight is given without"),
-        (["--profile-trace", "x", "--profile-outputs", "5"], "a trace has no outputs"),
-        (["--profile", "TEXT", "--profile-outputs", "0"], "--profile-outputs is 0"),
-        (["--profile", "TEXT", "--profile-warmup", "-1"], "--profile-warmup is -1"),
-        (["--profile", "TEXT", "--profile-warmup-weight", "0.5"], "add --profile-warmup"),
-        (["--profile", "nowhere.txt"], "nowhere.txt"),
-        (["--profile", "TEXT", "--force"], "a store already"),
-    ],
-)
-def test_options_that_are_refused(options: list[str], named: str, store: Path, text: Path) -> None:
-    run = CliRunner().invoke(app, ["prepare", str(store), *(str(text) if o == "TEXT" else o for o in options)])
-    assert run.exit_code != 0
-    error = run.exception if isinstance(run.exception, TierMoeError) else None
-    assert named in (str(error) if error is not None else run.output)
-    assert not (store / PROFILE_NAME).exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,14 @@ from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.combinations import check_combination
-from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.ndp_worker import NdpWorker
-from tiermoe.actors.policies.context_ndp import PlacementOptions
-from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import NdpSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.checkpoints.quantization import published_as
-from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy
+from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import ConfigError
-from tiermoe.proto.peers import LocalDirectory, PeerLink
 
 torch.set_num_threads(1)
 _FAST = ("DeepSeek-V3", "gpt-oss-20b", "w4a16")
@@ -70,34 +63,36 @@ def q8_and_q6(name: str) -> str:
     return "F32" if "ffn_gate_inp" in name else "Q6_K" if "ffn_up_exps" in name else "Q8_0"
 
 
-GGUFS = [  # name, model type, architecture, types, parts, config beside, sizes
-    pytest.param("unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "qwen3_moe", "qwen3moe", q4_k_m, 1, True, {}, id="Qwen3 Q4_K_M"),
-    pytest.param("Qwen/Qwen3-30B-A3B-GGUF:Q6_K", "qwen3_moe", "qwen3moe", q8_and_q6, 2, True, {}, id="Qwen3 Q8_0/Q6_K",
-                 marks=pytest.mark.slow),
-    pytest.param("bartowski/DeepSeek-V2-Lite-Chat-GGUF:Q4_K_M", "deepseek_v2", "deepseek2", q4_k_m, 1, True,
+def gpt_oss(name: str) -> str:
+    return "MXFP4" if "_exps" in name else "F16" if "attn" in name else "F32"
+
+
+GGUFS = [  # model type, architecture, types, parts, kv_b in two, sizes
+    pytest.param("qwen3_moe", "qwen3moe", q4_k_m, 1, False, {}, id="Qwen3 Q4_K_M"),
+    pytest.param("qwen3_moe", "qwen3moe", q8_and_q6, 2, False, {}, id="Qwen3 Q8_0/Q6_K", marks=pytest.mark.slow),
+    pytest.param("deepseek_v2", "deepseek2", q4_k_m, 1, False,
                  {"num_hidden_layers": 3, "kv_lora_rank": 256, "q_lora_rank": 256, "v_head_dim": 64},
                  id="DeepSeek-V2-Lite Q4_K_M"),
-    pytest.param("TheBloke/Mixtral-8x7B-v0.1-GGUF:Q8_0", "mixtral", "llama", q8_and_q6, 1, True, {}, id="Mixtral Q8_0",
-                 marks=pytest.mark.slow),
-    pytest.param("allenai/OLMoE-1B-7B-0924-GGUF", "olmoe", "olmoe", all_forms, 1, True, {"num_hidden_layers": 3},
-                 id="OLMoE, all forms"),
+    pytest.param("mixtral", "llama", q8_and_q6, 1, False, {}, id="Mixtral Q8_0", marks=pytest.mark.slow),
+    pytest.param("olmoe", "olmoe", all_forms, 1, False, {"num_hidden_layers": 3}, id="OLMoE, all forms"),
+    # tensors that llama.cpp's converter makes of others: DeepSeek's kv_b_proj, gpt-oss's gate and up
+    pytest.param("deepseek_v2", "deepseek2", lambda name: "F32", 1, True, {}, id="DeepSeek, kv_b in two"),
+    pytest.param("gpt_oss", "gpt-oss", gpt_oss, 1, False, {}, id="gpt-oss"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "model_type", "architecture", "kinds", "parts", "beside", "sizes"), GGUFS)
+@pytest.mark.parametrize(("model_type", "architecture", "kinds", "parts", "split_kv", "sizes"), GGUFS)
 def test_a_gguf_gives_the_tokens_of_its_dequantized_self(
-    name: str, model_type: str, architecture: str, kinds: Callable[[str], str], parts: int, beside: bool,
-    sizes: dict[str, Any], tmp_path: Path,
+    model_type: str, architecture: str, kinds: Callable[[str], str], parts: int, split_kv: bool, sizes: dict[str, Any],
+    tmp_path: Path,
 ) -> None:  # fmt: skip
     head = {} if model_type.startswith("deepseek") else {"head_dim": 64}
     plain = save_tiny_checkpoint(model_type, tmp_path / "plain", **{**SIZES, **head, **sizes})
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
-    file, oracle = write_gguf(plain, tmp_path / "gguf", architecture, kinds, parts)
-    if beside:
-        shutil.copy(plain / "config.json", file.parent)
-    checkpoint = locate(str(file.parent))
-    check(prepare(checkpoint, tmp_path / "store", progress=False), oracle)
+    file, oracle = write_gguf(plain, tmp_path / "gguf", architecture, kinds, parts, split_kv=split_kv)
+    shutil.copy(plain / "config.json", file.parent)
+    check(prepare(locate(str(file.parent)), tmp_path / "store", progress=False), oracle)
 
 
 def check(path: Path, oracle: Path) -> None:
@@ -127,38 +122,6 @@ def test_a_gguf_of_the_default_model(
 @pytest.fixture(scope="module")
 def default_tokens() -> list[list[int]]:
     return reference(default_model_dir())
-
-
-def test_the_converters_split_of_kv_b_and_fused_biases(tmp_path: Path) -> None:
-    """Tensors that llama.cpp's converter makes of others: DeepSeek's kv_b_proj in two, gpt-oss's gate and up."""
-    plain = save_tiny_checkpoint("deepseek_v2", tmp_path / "plain", **SIZES)
-    file, oracle = write_gguf(plain, tmp_path / "deepseek", "deepseek2", lambda name: "F32", split_kv=True)
-    shutil.copy(plain / "config.json", file.parent)
-    check(prepare(locate(str(file)), tmp_path / "store", progress=False), oracle)
-
-
-def test_gpt_oss_as_gguf(tmp_path: Path) -> None:
-    plain = save_tiny_checkpoint("gpt_oss", tmp_path / "plain", **{**SIZES, "head_dim": 64})
-    kinds = lambda name: "MXFP4" if "_exps" in name else "F16" if "attn" in name else "F32"  # noqa: E731
-    file, oracle = write_gguf(plain, tmp_path / "gpt-oss", "gpt-oss", kinds)
-    shutil.copy(plain / "config.json", file.parent)
-    check(prepare(locate(str(file)), tmp_path / "store", progress=False), oracle)
-
-
-def test_ndp_workers_compute_the_published_form(tmp_path: Path) -> None:
-    """Cold experts are computed near data from the mapped checkpoint, without replicas."""
-    fp8 = next(release for release in RELEASES if release.name == "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8")
-    published, oracle = write(fp8, tmp_path)
-    store = ExpertStore(prepare(published, tmp_path / "store", progress=False))
-    board, ndp_settings = LocalDirectory(), NdpSettings(hardware=vars(load_hardware("paper-ndp")), deadline_s=5.0)
-    policy = PolicySettings(name="test", lossless=True, placement=PlacementOptions(kind="context", hot_per_layer=1))
-    with closing(NdpWorker(ndp_settings, store.describe().path, board)):
-        link = PeerLink(board, name="ndp/0")
-        worker = GpuWorker(settings(0.5, policy=policy, ndp=ndp_settings), store.describe(), [link])
-        with closing(worker):
-            worker.start()
-            assert greedy(worker, PROMPTS, TOKENS) == reference(oracle)
-            assert sum(layer.ndp_tokens for layer in worker.stats().layers) > 0
 
 
 @pytest.mark.parametrize("preset", ["moepic", "hobbit", "mixtral-offloading-swap"])

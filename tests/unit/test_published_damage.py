@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from damage import drop_tensor, flip_header, relabel, rename_tensor, truncate
 from gguf import GGMLQuantizationType
 from published import RELEASES, SIZES, Release, all_forms, q4_k_m, write, write_gguf
 from safetensors.torch import load_file, save_file
@@ -62,43 +63,6 @@ def refused(folder: Path) -> bool:
     return found
 
 
-def truncate(path: Path, rng: random.Random) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: rng.randrange(len(data))])
-
-
-def damage_header(path: Path, rng: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    length = int.from_bytes(data[:8], "little") if path.suffix == ".safetensors" else 3000
-    for _ in range(rng.choice((1, 1, 4))):
-        data[rng.randrange(min(len(data), 8 + length))] = rng.randrange(256)
-    path.write_bytes(data)
-
-
-def relabel(path: Path, rng: random.Random) -> None:
-    """Another type of the same size, or another shape of the same length, for one tensor."""
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    name = rng.choice([name for name in header if name != "__metadata__"])
-    entry, alike = header[name], (("U8", "I8", "F8_E4M3", "F8_E5M2"), ("BF16", "F16", "I16"), ("F32", "I32", "U32"))
-    if rng.random() < 0.5:
-        entry["dtype"] = rng.choice(next((kinds for kinds in alike if entry["dtype"] in kinds), ("U8",)))
-    else:
-        entry["shape"] = rng.choice((entry["shape"][::-1], [int(np.prod(entry["shape"]))], [1, *entry["shape"]]))
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-
-def drop_or_rename(path: Path, rng: random.Random) -> None:
-    tensors = load_file(path)
-    name = rng.choice([name for name in tensors if "layers" in name])
-    tensor = tensors.pop(name)
-    if rng.random() < 0.5:
-        tensors[name.replace("weight", "wieght") + "x"] = tensor
-    save_file(tensors, path)
-
-
 def poison(path: Path, rng: random.Random) -> None:
     """Scales, zero points or indices of one matrix become anything."""
     tensors = load_file(path)
@@ -121,7 +85,7 @@ def misconfigure(path: Path, rng: random.Random) -> None:
 
 
 Mutation = Callable[[Path, random.Random], None]
-MUTATIONS: tuple[Mutation, ...] = (truncate, damage_header, relabel, drop_or_rename, poison, misconfigure)
+MUTATIONS: tuple[Mutation, ...] = (truncate, flip_header, relabel, rename_tensor, drop_tensor, poison, misconfigure)
 
 
 def mutate(whole: Path, folder: Path, seed: int, mutations: tuple[Mutation, ...]) -> bool:
@@ -155,7 +119,7 @@ def test_damaged_ggufs_are_refused(
     file, _ = write_gguf(plain, tmp_path / "whole", architecture, kinds)
     shutil.copy(plain / "config.json", file.parent)
     assert not refused(file.parent)
-    mutations = (truncate, damage_header, relabel_gguf, poison_gguf)
+    mutations = (truncate, flip_header, relabel_gguf, poison_gguf)
     count = sum(mutate(file.parent, tmp_path / "mutated", seed, mutations) for seed in range(EACH))
     assert count >= EACH // 3
 

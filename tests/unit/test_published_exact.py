@@ -15,6 +15,7 @@ from published import FP8_CONFIG, RELEASES, Release, awq, modelopt_nvfp4, write
 from quantizers import Quantize, Tensors, compressed, gptq
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_models import edit_config
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.jobs.prepare import prepare
@@ -179,11 +180,6 @@ def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def test_experts_may_stay_plain(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -58,23 +57,6 @@ def test_a_replay_is_the_command_s(tmp_path: Path, command: Command) -> None:
     table = command.json("replay", str(trace), "--policies", "on-demand, next-gate", "--budget", "50%")["rows"]
     assert [row["policy"] for row in table] == ["on-demand", "next-gate"]
     assert table[1] == json.loads(json.dumps(ours))
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--policies", "on-demand,on-demnd"], "did you mean 'on-demand'"),
-        (["--policies", "on-demand", "--policy", "lru"], "--policies is 'on-demand', beside --policy or --recall"),
-        (["--policies", " , "], "--policies is"),
-        (["--policies", "on-demand,context-ndp-full"], "computes on an NDP worker"),
-    ],
-)
-def test_policies_are_all_refused_before_the_first_runs(
-    tmp_path: Path, command: Command, args: list[str], message: str
-) -> None:
-    code, _, err = command("replay", _trace(tmp_path), *args)
-    assert code == 2
-    assert message in err
 
 
 def test_a_refused_policy_is_a_row_beside_the_finished_ones(
@@ -154,13 +136,3 @@ def test_a_started_process_imports_nothing_from_the_user_s_folder(
     role = Role("store/0", "store 0", "actors.store.server:StoreWorker", {"index": 0}, "path")
     with WorkerProcess(role, store) as process:
         assert process.pid
-
-
-@pytest.mark.parametrize(
-    ("option", "names"), [("--machine", "this, 3090x6-nvlink, a100-pcie4"), ("--eviction", "lru, lru-sweep, .*belady")]
-)
-def test_a_name_that_is_not_known_is_refused_with_those_that_are(
-    tmp_path: Path, command: Command, option: str, names: str
-) -> None:
-    """`--machine` said that a file cannot be read."""
-    assert re.search(names, command.refusal("replay", _trace(tmp_path), option, "nope"))

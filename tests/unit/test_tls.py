@@ -127,16 +127,6 @@ def test_a_certificate_needs_its_key() -> None:
         TlsFiles(certificate="a").read()
 
 
-@pytest.mark.parametrize("options", [["--ssl-certfile", "a"], ["--ssl-keyfile", "a"], ["--ssl-ca-certs", "a"]])
-def test_https_needs_certificate_and_key(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("uvicorn")
-    from tiermoe.cluster.cli import main
-
-    with pytest.raises(SystemExit, match="2"):
-        main(["serve", *options])
-    assert "HTTPS needs a certificate and its key; give --ssl-certfile and --ssl-keyfile" in capsys.readouterr().err
-
-
 def test_the_server_demands_a_certificate_where_there_is_a_ca(tmp_path: Path) -> None:
     """uvicorn demands none for `ssl_ca_certs` alone."""
     uvicorn = pytest.importorskip("uvicorn")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_checkpoint
+from tiny_models import edit_config, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.store.format import read_manifest
@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 GATE = "model.layers.0.mlp.gate.weight"
 Shards = dict[str, dict[str, torch.Tensor]]
+Case = Callable[[Path, Path], None]
 
 
 @pytest.fixture(scope="module")
@@ -60,24 +61,31 @@ def plain_map(shards: Shards) -> dict[str, str]:
     return {name: file for file, tensors in shards.items() for name in tensors}
 
 
-def stale_before(folder: Path, single: Path) -> None:
-    shards = split(single)
-    where, last = plain_map(shards), max(shards[SECOND])
-    shards[FIRST][last] = torch.zeros_like(shards[SECOND][last])
-    write(folder, single, shards, where)
-
-
-def stale_after(folder: Path, single: Path) -> None:
-    """Also of another shape, as a resized copy is."""
-    shards = split(single)
-    where = plain_map(shards)
-    shards[SECOND][GATE] = torch.zeros(3, 5)
-    write(folder, single, shards, where)
-
-
 def in_folders(folder: Path, single: Path) -> None:
     shards = split(single)
     write(folder, single, {"part-1/model.safetensors": shards[FIRST], "part.2/weights.safetensors": shards[SECOND]})
+
+
+def with_stale(file: str, tensors: Callable[[Shards], dict[str, torch.Tensor]]) -> Case:
+    """A file that has tensors which the index looks for in the other one."""
+
+    def make(folder: Path, single: Path) -> None:
+        shards = split(single)
+        where = plain_map(shards)
+        shards[file] |= tensors(shards)
+        write(folder, single, shards, where)
+
+    return make
+
+
+def with_map(change: Callable[[dict[str, str]], object]) -> Case:
+    def make(folder: Path, single: Path) -> None:
+        shards = split(single)
+        where = plain_map(shards)
+        change(where)
+        write(folder, single, shards, where)
+
+    return make
 
 
 def unlisted_files(folder: Path, single: Path) -> None:
@@ -87,34 +95,13 @@ def unlisted_files(folder: Path, single: Path) -> None:
     (folder / "consolidated-00002.safetensors").write_bytes(b"not one")
 
 
-def unlisted_tensor(folder: Path, single: Path) -> None:
-    shards = split(single)
-    where = plain_map(shards)
-    del where[GATE]
-    write(folder, single, shards, where)
+def beside_the_single_file(name: str, shards: Shards, weight_map: dict[str, str] | None = None, **config: Any) -> Case:
+    def make(folder: Path, single: Path) -> None:
+        write(folder, single, shards, weight_map)
+        shutil.copy(single / SINGLE, folder / name)
+        edit_config(folder, **config)
 
-
-def index_beside_a_single_file(folder: Path, single: Path) -> None:
-    write(folder, single, {FIRST: {GATE: torch.zeros(8, 32)}})
-    shutil.copy(single / SINGLE, folder / SINGLE)
-
-
-def index_of_missing_files(folder: Path, single: Path) -> None:
-    write(folder, single, {}, {GATE: FIRST})
-    shutil.copy(single / SINGLE, folder / SINGLE)
-
-
-def unused_and_absent(folder: Path, single: Path) -> None:
-    """An index that lists a layer for predicting further tokens, which was left out of the files."""
-    shards = split(single)
-    where = plain_map(shards) | {"model.layers.2.mlp.gate.weight": SECOND, "mtp.fc.weight": FIRST}
-    write(folder, single, shards, where)
-
-
-def named_by_the_configuration(folder: Path, single: Path) -> None:
-    write(folder, single, {SINGLE: {GATE: torch.zeros(8, 32)}})
-    shutil.copy(single / SINGLE, folder / "other.safetensors")
-    edit_config(folder, transformers_weights="other.safetensors")
+    return make
 
 
 def index_named_by_the_configuration(folder: Path, single: Path) -> None:
@@ -124,23 +111,29 @@ def index_named_by_the_configuration(folder: Path, single: Path) -> None:
     edit_config(folder, transformers_weights="other.safetensors.index.json")
 
 
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-CASES = (
-    stale_before, stale_after, in_folders, unlisted_files, unlisted_tensor, index_beside_a_single_file,
-    index_of_missing_files, unused_and_absent, named_by_the_configuration, index_named_by_the_configuration,
-)  # fmt: skip
+OTHER: Shards = {FIRST: {GATE: torch.zeros(8, 32)}}
+CASES: dict[str, Case] = {
+    "stale before": with_stale(FIRST, lambda shards: {max(shards[SECOND]): torch.zeros_like(shards[SECOND][max(shards[
+        SECOND])])}),
+    # also of another shape, as a resized copy is; transformers takes the last file's
+    "stale after": with_stale(SECOND, lambda shards: {GATE: torch.zeros(3, 5)}),
+    "in folders": in_folders, "unlisted files": unlisted_files,
+    "an unlisted tensor": with_map(lambda where: where.pop(GATE)),
+    # such as a layer for predicting further tokens, which was left out of the files
+    "unused and absent": with_map(lambda where: where.update(
+        {"model.layers.2.mlp.gate.weight": SECOND, "mtp.fc.weight": FIRST})),
+    "an index beside a single file": beside_the_single_file(SINGLE, OTHER),
+    "an index of missing files": beside_the_single_file(SINGLE, {}, {GATE: FIRST}),
+    "named by the configuration": beside_the_single_file(
+        "other.safetensors", {SINGLE: OTHER[FIRST]}, transformers_weights="other.safetensors"),
+    "an index that the configuration names": index_named_by_the_configuration,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tensors_are_read_from_where_they_are(
-    case: Callable[[Path, Path], None], single: Path, tmp_path: Path
-) -> None:
+def test_tensors_are_read_from_where_they_are(case: str, single: Path, tmp_path: Path) -> None:
     """The same store as of the single file; and transformers reads the same where it follows the index."""
-    case(tmp_path / "checkpoint", single)
+    CASES[case](tmp_path / "checkpoint", single)
     folders = (tmp_path / "checkpoint", single)
     stores = [prepare(path, tmp_path / f"{path.name}-store", progress=False) for path in folders]
     manifests = [read_manifest(store) for store in stores]
@@ -150,7 +143,7 @@ def test_tensors_are_read_from_where_they_are(
     assert found is not None and expected is not None  # noqa: PT018
     assert {name: found[name] for name in expected} == expected
     assert facts_of_checkpoint(tmp_path / "checkpoint").dense_elements == facts_of_checkpoint(single).dense_elements
-    if case is not stale_after:  # of which transformers takes the last file's
+    if case != "stale after":
         ours = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").state_dict()
         for name, tensor in AutoModelForCausalLM.from_pretrained(single).state_dict().items():
             assert torch.equal(ours[name], tensor), name
@@ -163,76 +156,9 @@ def test_the_store_changes_with_a_file_in_a_folder(single: Path, tmp_path: Path)
     assert default_store_dir(tmp_path / "checkpoint", tmp_path) != before
 
 
-def test_a_tensor_that_the_model_needs_must_be_where_the_index_says(single: Path, tmp_path: Path) -> None:
-    shards = split(single)
-    where = plain_map(shards) | {GATE: SECOND}
-    write(tmp_path / "checkpoint", single, shards, where)
-    with pytest.raises(CheckpointError, match=f"'{GATE}' is missing from {SECOND}, though") as caught:
-        prepare(tmp_path / "checkpoint", tmp_path / "store", progress=False)
-    assert "again" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "x.bin", 3, "", ["x"]])
-def test_an_index_names_safetensors_files_below_it(name: object, single: Path, tmp_path: Path) -> None:
-    write(tmp_path / "checkpoint", single, {}, {GATE: name})  # type: ignore[dict-item]
-    with pytest.raises(CheckpointError, match="not a safetensors file beside it or below; pass a release"):
-        prepare(tmp_path / "checkpoint", tmp_path / "store", progress=False)
-
-
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 4998304776\n" % (b"0" * 64)
 
 
-@pytest.mark.parametrize("file", [FIRST, INDEX, "config.json", "tokenizer.json"])
-def test_a_pointer_of_git_lfs_is_called_one(file: str, single: Path, tmp_path: Path) -> None:
-    folder = write(tmp_path / "checkpoint", single, split(single))
-    (folder / file).write_bytes(POINTER)
-    with pytest.raises(CheckpointError, match=rf"{file}' is a git-lfs pointer.*; run `git lfs pull` in '"):
-        load_tokenizer(folder) if file == "tokenizer.json" else prepare(folder, tmp_path / "store", progress=False)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def grow(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"x")
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-@pytest.mark.parametrize("damage", [cut, grow, empty])
-def test_a_wrong_length_says_that_the_file_is_to_be_downloaded_again(
-    damage: Callable[[Path], None], single: Path, tmp_path: Path
-) -> None:
-    folder = write(tmp_path / "checkpoint", single, split(single))
-    damage(folder / SECOND)
-    with pytest.raises(CheckpointError, match=rf"bytes.*; download {SECOND} again"):
-        prepare(folder, tmp_path / "store", progress=False)
-
-
-def no_json(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def no_map(folder: Path) -> None:
-    (folder / INDEX).write_text("{}")
-
-
-def no_file(folder: Path) -> None:
-    (folder / FIRST).unlink()
-
-
-def a_folder(folder: Path) -> None:
-    (folder / FIRST).unlink()
-    (folder / FIRST).mkdir()
-
-
-def no_header(folder: Path) -> None:
-    data = bytearray((folder / FIRST).read_bytes())
-    data[8:9] = b"<"
-    (folder / FIRST).write_bytes(data)
 
 
 def nan(folder: Path) -> None:
@@ -241,25 +167,57 @@ def nan(folder: Path) -> None:
     save_file(shards, folder / FIRST)
 
 
-def more_layers(folder: Path) -> None:
-    edit_config(folder, num_hidden_layers=3)
+def changed(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def other_width(folder: Path) -> None:
-    edit_config(folder, moe_intermediate_size=16)
+def pointing(to: object) -> Callable[[Path], object]:
+    """An index that looks for a tensor there."""
+
+    def change(data: bytes) -> bytes:
+        index = json.loads(data)
+        index["weight_map"][GATE] = to
+        return json.dumps(index).encode()
+
+    return changed(INDEX, change)
 
 
-def fewer_experts(folder: Path) -> None:
-    edit_config(folder, num_experts=4, num_local_experts=4)
+_LENGTH, _LFS = rf"bytes.*; download {SECOND} again", "is a git-lfs pointer.*; run `git lfs pull` in '"
+_BELOW = "not a safetensors file beside it or below; pass a release"
+# what is wrong -> how it comes about, and what is said; "again" of a wrong length alone
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (changed(SECOND, lambda data: data[:-1]), _LENGTH),
+    "grown": (changed(SECOND, lambda data: data + b"x"), _LENGTH),
+    "empty": (changed(SECOND, lambda data: b""), _LENGTH),
+    **{f"a pointer for {name}": (changed(name, lambda data: POINTER), f"{name}' {_LFS}")
+       for name in (FIRST, INDEX, "config.json")},
+    **{f"an index to {name!r}": (pointing(name), _BELOW)
+       for name in ("../x.safetensors", "/x.safetensors", "a/../../x.safetensors", "x.bin", 3, "", ["x"])},
+    "a tensor in another file": (pointing(SECOND), f"'{GATE}' is missing from {SECOND}, though"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), ""),
+    "no map": (lambda folder: (folder / INDEX).write_text("{}"), ""),
+    "no file": (lambda folder: (folder / FIRST).unlink(), ""),
+    "a folder": (lambda folder: ((folder / FIRST).unlink(), (folder / FIRST).mkdir()), ""),
+    "no header": (changed(FIRST, lambda data: data[:8] + b"<" + data[9:]), ""), "NaN": (nan, ""),
+    "more layers": (lambda folder: edit_config(folder, num_hidden_layers=3), ""),
+    "another width": (lambda folder: edit_config(folder, moe_intermediate_size=16), ""),
+    "fewer experts": (lambda folder: edit_config(folder, num_experts=4, num_local_experts=4), ""),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "damage", [no_json, no_map, no_file, a_folder, no_header, nan, more_layers, other_width, fewer_experts]
-)
-def test_nothing_else_is_called_damaged(damage: Callable[[Path], None], single: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", DAMAGE)
+def test_only_a_wrong_length_is_to_be_downloaded_again(case: str, single: Path, tmp_path: Path) -> None:
+    damage, said = DAMAGE[case]
     folder = write(tmp_path / "checkpoint", single, split(single))
     damage(folder)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=said or None) as caught:
         prepare(folder, tmp_path / "store", progress=False)
-    assert "again" not in str(caught.value)
+    assert ("again" in str(caught.value)) == (said == _LENGTH)
     assert str(caught.value).count("; ") == 1
+
+
+def test_a_pointer_in_place_of_a_tokenizer(single: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "checkpoint", single, split(single))
+    (folder / "tokenizer.json").write_bytes(POINTER)
+    with pytest.raises(CheckpointError, match=f"tokenizer.json' {_LFS}"):
+        load_tokenizer(folder)
