@@ -29,7 +29,7 @@ from fastapi.responses import JSONResponse
 
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.tls import TlsFiles
-from .connections import TimedConnection
+from .connections import BoundedConnection
 from .guard import READS, App, Message, Receive, Scope, Send
 from .origins import PROBED, Access, headers_of, path_of
 from .refusals import ApiError
@@ -54,8 +54,8 @@ def server_options(tls: TlsFiles | None) -> dict[str, Any]:
         tls: with a CA, clients need a certificate of it. None: HTTP.
     """
     found: dict[str, Any] = {
-        "interface": "asgi3", "http": TimedConnection, "ws": "none", "lifespan": "off", "log_config": None,
-        "access_log": False, "timeout_keep_alive": SILENCE_S, "backlog": BACKLOG,
+        "interface": "asgi3", "http": BoundedConnection, "ws": "none", "lifespan": "off", "log_config": None,
+        "access_log": False, "log_level": "error", "timeout_keep_alive": SILENCE_S, "backlog": BACKLOG,
     }  # fmt: skip
     if tls is not None:
         found |= {"ssl_keyfile": tls.key, "ssl_certfile": tls.certificate, "ssl_ca_certs": tls.ca}
