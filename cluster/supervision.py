@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..errors import LoopDied, RuntimeFailure, StoreError, TierMoeError
 from .attach import CONTROL, ActorRecord, Lead, lead_record
-from .placement import LEAD, family, remake, split_name
+from .deployed_actors import LEAD, family, remake, split_name
 from .ray_internals import actor_table, ray_processes
 from .ray_session import as_failure, ray_addresses
 

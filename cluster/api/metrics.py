@@ -149,7 +149,7 @@ class Metrics:
             if self._sharded:  # the lead's are among them
                 parts = await self._ask("shard_stats")
                 links = {}
-                for part in (part for part in parts if _LINK in part):  # replicas of the runtime have the same names
+                for part in (part for part in parts if _LINK in part):  # those of replica groups have the same names
                     links[str(part["shard"])] = links.get(str(part["shard"]), 0.0) + part[_LINK]
                 for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
                     if any(key in part for part in parts):
