@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....errors import ConfigError, reason
+from ....errors import ConfigError
+from ...report.files import writing
 from ...report.results import measured_rows
 from .experiment import Column, Experiment, Table
 from .metrics import Spread, fill_page, markdown, paired
@@ -203,10 +204,8 @@ def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -
     from .plot import plot
 
     record = small(record)
-    try:
+    with writing(folder, "give another folder"):
         (folder / f"{experiment.stem}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{folder}' cannot be written: {reason(error)}", "give another folder") from error
     page = folder / f"{experiment.stem}.md"
     fill_page(page, lambda name: table_of(experiment, name, record), blank_page(experiment))
     for name, figure in experiment.plots.items():
