@@ -275,6 +275,7 @@ def _layer_us(steps: Sequence[Sequence[HostPass]], value: Callable[[HostPass], f
 def _service(config: RunConfig, prompt: Prompt, repeats: int) -> Column:
     """What a request costs beyond the worker: calls of its actor, pieces of the stream, text of the tokens."""
     from tiermoe.cluster.deploy import Deployment  # Ray
+    from tiermoe.cluster.launch import Launch
 
     settings = engine_settings(config)
     store = prepared_store(config, settings)
@@ -284,7 +285,7 @@ def _service(config: RunConfig, prompt: Prompt, repeats: int) -> Column:
     def piece(token: int) -> TokenEvent:
         return TokenEvent("", (token,))
 
-    with closing(start_worker(config)) as worker, Deployment(config, settings, str(store)) as runtime:
+    with closing(start_worker(config)) as worker, Deployment(Launch(config, settings, str(store))) as runtime:
         numbers = iter(range(1 << 30))
 
         def direct() -> Measures:

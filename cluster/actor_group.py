@@ -24,19 +24,19 @@ from typing import Any
 
 import ray
 
-from ..actors.settings import EngineSettings
 from ..actors.store.artifacts import map_shape
 from ..actors.store.files import ExpertStore, StoreView
 from ..errors import RuntimeFailure, StoreError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
-from ..proto.tls import TlsFiles
 from .attach import CONTROL, CONTROL_THREADS, EVENT_THREADS, EVENTS, Lead, actor_records
+from .deployed_actors import ENDPOINTS, RESTART_ALWAYS, Reservation, end, role_of
 from .endpoints import EndpointDirectory, Endpoints
 from .host import thread_limits
-from .placement import ENDPOINTS, RESTART_ALWAYS, Placement, end, role_of
+from .launch import Launch
 from .ray_session import LOOPBACK, as_failure, environment_of
+from .topology.estimate import PlanResult
 from .topology.inputs import nodes_from_ray
-from .topology.spec import NodeInfo, PlannedActor, Topology
+from .topology.spec import NodeInfo, PlannedActor
 
 _CONCURRENCY = 4  # control calls of the workers; what they compute arrives on their channels
 _STEP_S = 1.0
@@ -51,14 +51,9 @@ class ActorGroup:
     """Lead, shards, stores, NDP workers and endpoint directory.
 
     Args:
-        name: the deployment's id.
-        store_path: folder of the expert store, on every node that maps it.
-        local: whether all of them are on this machine.
-        worker_class, store_class: with the interfaces of `GpuWorker` and `StoreWorker`; None: those.
-        top_k: experts per token.
-        scratch: temporary folder of the deployment on this machine; None: none.
-        tls: files of the channels' TLS on each node; None: no encryption.
-        step: called with each step of the start.
+        name: the replica group's id.
+        planned: what runs where.
+        reservation: in which they are made.
 
     Attributes:
         name: as given.
@@ -67,28 +62,13 @@ class ActorGroup:
         actors: all handles but the lead's, by role.
     """
 
-    def __init__(
-        self,
-        name: str,
-        topology: Topology,
-        placement: Placement,
-        settings: EngineSettings,
-        store_path: str,
-        local: bool,
-        worker_class: type | None = None,
-        store_class: type | None = None,
-        *,
-        top_k: int,
-        scratch: Path | None = None,
-        tls: TlsFiles | None = None,
-        step: Callable[[str], None] = lambda step: None,
-    ) -> None:
-        self.name, self._topology, self._placement = name, topology, placement
-        self._settings, self._store_path, self._local = settings, store_path, local
-        self._worker_class, self._store_class = worker_class, store_class
-        self._top_k, self._scratch, self._tls, self._step = top_k, scratch, tls, step
+    def __init__(self, name: str, planned: PlanResult, reservation: Reservation, launch: Launch) -> None:
+        self.name, self._topology, self._reservation, self._launch = name, planned.topology, reservation, launch
+        self._settings, self._store_path, self._local = launch.settings, launch.store_path, launch.local
+        self._worker_class, self._store_class = launch.stand_ins.worker, launch.stand_ins.store
+        self._top_k = planned.facts.top_k
         self._token = secrets.token_hex(32)
-        self._layers = {layer for store in topology.having("store") for layer in store.layers}
+        self._layers = {layer for store in self._topology.having("store") for layer in store.layers}
         self.directory: Endpoints | None = None
         self.actors: dict[str, Any] = {}
         self._planned: dict[str, PlannedActor] = {}  # of them
@@ -101,13 +81,13 @@ class ActorGroup:
             left: seconds until the deadline.
 
         Raises:
-            TierMoeError, RayError: what an actor refused or died of. DeploymentEnded: see `Placement`.
+            TierMoeError, RayError: what an actor refused or died of. DeploymentEnded: see `Reservation`.
         """
         topology = self._topology
         if topology.having("directory"):
             name = f"{self.name}/{ENDPOINTS}"  # another deployment in the same cluster has its own
-            self.directory = Endpoints(name, LOOPBACK if self._local else None, self._tls)
-        self._step("starting the store and its peers")
+            self.directory = Endpoints(name, LOOPBACK if self._local else None, self._launch.config.cluster.tls)
+        self._launch.step("starting the store and its peers")
         # Ray starts as many processes at a time as there are cores, in this order. The lead waits for the others, and
         # its libraries take longer than they do.
         early = self._local and self._worker_class is None
@@ -206,7 +186,7 @@ class ActorGroup:
         if settings.policy.prefetch.kind == "expert-map" and self._links("shard"):
             named = {"sharding": settings.shards, "shards": self._links("shard")}
         # on the matcher's node; what Ray restarts there begins with it
-        folder = self._scratch if self._scratch is not None else Path(tempfile.gettempdir()) / f"tiermoe-{self.name}"
+        folder = self._launch.scratch or Path(tempfile.gettempdir()) / f"tiermoe-{self.name}"
         return self._start(
             planned, Matcher, settings.matcher, settings.policy.maps, map_shape(view.manifest), self._top_k,
             self.directory, self._token, snapshot=str(folder / f"{self.name}.safetensors"), threads=1, **named,
@@ -224,7 +204,7 @@ class ActorGroup:
         view = here[0] if here else replace(views[0], layers=())
         links = {"ndp": self._links("ndp"), "shards": self._links("shard"), "stores": self._stores_for(planned)}
         matcher: dict[str, Any] = {"matcher": self.link(MATCHER)} if self._topology.having("matcher") else {}
-        lead = self._placement.make(
+        lead = self._reservation.make(
             planned,
             worker,
             self._settings,
@@ -262,7 +242,7 @@ class ActorGroup:
         options: dict[str, Any] = {"max_restarts": RESTART_ALWAYS, "max_concurrency": _CONCURRENCY}
         if threads not in (None, self._settings.threads) and not self._local:  # where Ray starts a process for it
             options["runtime_env"] = environment_of(thread_limits(threads or 1))
-        handle = self._placement.make(planned, plain, *args, options=options, **named)
+        handle = self._reservation.make(planned, plain, *args, options=options, **named)
         self.actors[role_of(planned)], self._planned[role_of(planned)] = handle, planned
         return handle
 
@@ -270,7 +250,7 @@ class ActorGroup:
         """Show the current part of the lead's start as a step."""
         with contextlib.suppress(RuntimeFailure):  # busy, or of another class
             if self._worker_class is None:
-                self._step(str(self.lead.ask("health", deadline_s=_STEP_S)["state"]))
+                self._launch.step(str(self.lead.ask("health", deadline_s=_STEP_S)["state"]))
 
     def _wait(self, refs: Sequence[Any], left: Callable[[], float], notify: Callable[[], None] = lambda: None) -> None:
         """Return when all have come, with a call of `notify` about once a second; the first that fails is raised."""
@@ -281,7 +261,7 @@ class ActorGroup:
                 ray.get(ref)
             if not done:
                 notify()
-                self._placement.refuse_ended()
+                self._reservation.refuse_ended()
                 if left() <= 0.001:
                     raise ray.exceptions.GetTimeoutError("actors")
 

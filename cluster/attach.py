@@ -14,13 +14,13 @@ from ray.util.placement_group import get_placement_group, placement_group_table,
 
 from ..actors.requests import GenerationRequest, TokenEvent
 from ..errors import ConfigError, RuntimeFailure, TierMoeError
-from .placement import ENDPOINTS, LEAD, family, split_name
+from .deployed_actors import ENDPOINTS, LEAD, family, split_name
 from .ray_internals import actor_table
 from .ray_session import NAMESPACE, as_failure, join, leave, refuse_second, without_ray_notices
 
 CONTROL = "control"  # the concurrency group of calls that must get through while every request thread is busy
 CONTROL_THREADS = 4
-EVENTS = "events"  # that of calls that wait for the tokens of all requests of one server replica
+EVENTS = "events"  # that of calls that wait for the tokens of all requests of one server
 EVENT_THREADS = 16
 _CALL_DEADLINE_S = 30.0
 _CANCEL_DEADLINE_S = 2.0
@@ -116,7 +116,7 @@ def lead_of(deployment: str) -> Lead:
 
 
 def leads_of(deployment: str) -> dict[str, Lead]:
-    """The leads of a deployment's replicas in the Ray of this process, by the replica's id, the first one first.
+    """The leads of a deployment's replica groups in the Ray of this process, by the group's id, the first one first.
 
     Raises:
         RuntimeFailure: it has none.
@@ -228,7 +228,7 @@ class Attachment:
         return sorted({record.deployment for record in self.actors()} | waiting)
 
     def choose(self, deployment: str | None) -> str:
-        """The id of the deployment that is meant; of one with replicas, that of its first.
+        """The id of the deployment that is meant; of one with several replica groups, that of its first.
 
         Raises:
             RuntimeFailure: no deployment runs, or none with this id.
@@ -284,7 +284,7 @@ class Attachment:
             return {"error": error.what}
 
     def end(self, deployment: str) -> None:
-        """Kill the actors of a deployment's replicas and free what it reserved; the process that started it notices.
+        """Kill the actors of a deployment's groups and free what it reserved; the process that started it notices.
 
         Raises:
             RuntimeFailure: some are not dead after 20 s.

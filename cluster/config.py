@@ -250,7 +250,7 @@ class RunConfig(EngineOptions):
         return usable_cores() > workers + (stores if self._on_a_gpu_here else 0)
 
     def cpus_of_actors(self, policy: PolicySettings) -> int:
-        """CPUs that lead, shards, one store and the NDP workers of all replicas take."""
+        """CPUs that lead, shards, one store and the NDP workers of all replica groups take."""
         workers = self.worker_threads * self.cluster.shards
         return self.cluster.replicas * (workers + int(STORE_CPUS) + self.ndp_threads * self.ndp_workers(policy))
 

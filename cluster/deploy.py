@@ -1,17 +1,17 @@
 """A runtime's life: Ray, the plan, its actors, requests, the end.
 
-    scratch -> Ray (local, or joined) -> plans (`topology`) -> replicas (`replica`): groups, actors -> ready
+    scratch -> Ray (local, or joined) -> plans (`topology`) -> replica groups: reservation, actors -> ready
 
-Their names begin with the deployment's id (`placement.py`), so that others find them (`attach.py`). `Deployment` is a
-context manager, and leaving it, in whatever way, leaves no process, no shared memory and no file behind.
+Their names begin with the deployment's id (`deployed_actors.py`), by which others find them (`attach.py`).
+`Deployment` is a context manager: leaving it, in whatever way, leaves no process, shared memory or file behind.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,12 +20,11 @@ import ray
 
 from ..actors.engine.stats import EngineStats, LayerResidency
 from ..actors.requests import GenerationRequest, TokenEvent
-from ..actors.settings import EngineSettings
 from ..errors import RuntimeFailure, TierMoeError
 from .attach import Lead
-from .config import RunConfig
+from .deployed_actors import DeploymentEnded, group_id, new_id
 from .host import thread_limits
-from .placement import DeploymentEnded, new_id, replica_id
+from .launch import Launch
 from .ray_session import (
     as_failure,
     head_address,
@@ -36,7 +35,7 @@ from .ray_session import (
     start_local,
     without_ray_notices,
 )
-from .replica import Replica
+from .replica_group import ReplicaGroup
 from .scratch import Scratch
 from .supervision import RayWatch
 from .topology.decided import decided
@@ -47,60 +46,33 @@ from .topology.spec import ModelFacts, NodeInfo, Topology, wants_gpu
 _CALL_DEADLINE_S = 30.0
 
 
-def say(line: str) -> None:
-    """A line for people, on standard error. The caller continues if the line cannot be written: the disk of the file
-    is full, or the reader has ended.
-    """
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
-
-
 class Deployment:
     """A planned topology on Ray, ready inside the `with` block.
 
     Args:
-        config: which Ray, what to place where, which deadlines.
-        settings: what the workers need.
-        store_path: folder of the prepared expert store, visible to this process and to every node that maps it.
-        worker_class: class with the interface of `GpuWorker`; None: `GpuWorker`.
-        store_class: class with the interface of `StoreWorker`; None: `StoreWorker`.
-        facts: sizes of the model; None: those of the store.
-        notify: called with a line about what the start waits for, and about nodes that join.
+        launch: what to start.
         on_ray: called once there is a Ray and before anything is placed on it.
-        step: called with each step of the start.
         lost: called from a thread with the reason when Ray itself has ended or hangs; None: no watch.
 
     Attributes:
         id: what the names of its actors begin with.
         config: as given.
-        planned: what runs where with how many bytes, and the prediction, once started; of one replica.
+        planned: what runs where with how many bytes, and the prediction, once started; of one group.
         plan: the first lead's effective plan, once started.
         startup_s: seconds from the call to ready.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        settings: EngineSettings,
-        store_path: str,
-        *,
-        worker_class: type | None = None,
-        store_class: type | None = None,
-        facts: ModelFacts | None = None,
-        notify: Callable[[str], None] = say,
-        on_ray: Callable[[Deployment], None] | None = None,
-        step: Callable[[str], None] = lambda step: None,
+        self, launch: Launch, *, on_ray: Callable[[Deployment], None] | None = None,
         lost: Callable[[str], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.id = new_id()
-        self.config, self._settings, self._store_path = config, settings, store_path
-        self._classes, self._facts = {"worker_class": worker_class, "store_class": store_class}, facts
-        self._notify, self._on_ray, self._step, self._lost = notify, on_ray, step, lost
+        self.config, self._launch, self._on_ray, self._lost = launch.config, launch, on_ray, lost
         self._deadline_s = 0.0  # on the monotonic clock, once started
         self._quiet = contextlib.ExitStack()
         self._scratch: Scratch | None = None
-        self._replicas: list[Replica] = []
-        self._failed: set[Replica] = set()  # whose lead rests
+        self._groups: list[ReplicaGroup] = []
+        self._failed: set[ReplicaGroup] = set()  # whose lead rests
         self._ray_watch: RayWatch | None = None
         self._planned: PlanResult | None = None
         self._notes: tuple[str, ...] = ()
@@ -124,16 +96,17 @@ class Deployment:
         begin = time.monotonic()
         self._deadline_s = begin + self.config.ray.startup_deadline_s
         try:
-            facts = self._facts or facts_of_store(Path(self._store_path), self.config.model_dir)
+            facts = self._launch.stand_ins.facts
+            facts = facts or facts_of_store(Path(self._launch.store_path), self.config.model_dir)
             self._refuse_early(facts)
             self._quiet.enter_context(without_ray_notices())
-            self._step("starting Ray" if self._local else f"joining the Ray at {self.config.ray.address}")
+            self._launch.step("starting Ray" if self._launch.local else f"joining the Ray at {self.config.ray.address}")
             self._start_ray()
             if self._lost is not None:
-                self._ray_watch = RayWatch(self.id, self._local, self._notify, self._lost)
+                self._ray_watch = RayWatch(self.id, self._launch.local, self._launch.notify, self._lost)
             if self._on_ray is not None:
                 self._on_ray(self)
-            self._start_replicas(self._plans(facts))
+            self._start_groups(self._plans(facts))
         except BaseException as error:
             failure = self._failure(error)
             self.close()
@@ -191,25 +164,25 @@ class Deployment:
             TierMoeError: all leads have ended for good, die too often, or refuse to start again; that of the first. Or
                 this machine has left its Ray.
         """
-        failed: dict[Replica, TierMoeError] = {}
-        for replica in self._replicas:
+        failed: dict[ReplicaGroup, TierMoeError] = {}
+        for group in self._groups:
             try:
-                replica.look()
+                group.look()
             except TierMoeError as error:
-                failed[replica] = error
-        if failed and any(replica.ended for replica in self._replicas):
+                failed[group] = error
+        if failed and any(group.ended for group in self._groups):
             if not node_lives():  # the GCS also removes reservations of nodes that have left
                 raise RuntimeFailure("Ray's raylet on this machine ended", "start it again")
             return False
-        if len(failed) == len(self._replicas):
+        if len(failed) == len(self._groups):
             raise next(iter(failed.values()))
-        for replica in failed.keys() - self._failed:
-            self._notify(f"{failed[replica].what}; it is tried again after a minute, the other leads serve")
+        for group in failed.keys() - self._failed:
+            self._launch.notify(f"{failed[group].what}; it is tried again after a minute, the other leads serve")
         self._failed = set(failed)
         if self._ray_watch is not None:
             self._ray_watch.look()
         if self._scratch is not None and self._scratch.look():
-            self._notify("the process that clears up after this one died; it is started again")
+            self._launch.notify("the process that clears up after this one died; it is started again")
         return True
 
     def stats(self) -> EngineStats:
@@ -233,7 +206,7 @@ class Deployment:
         return self._lead.ask("health")
 
     def actor_health(self, role: str) -> dict[str, Any]:
-        """The own account of another actor of the first replica.
+        """The own account of another actor of the first group.
 
         Args:
             role: such as "ndp/0", "shard/1" or "store/0".
@@ -241,7 +214,7 @@ class Deployment:
         Raises:
             RuntimeFailure: there is no such actor, or it does not answer (Ray may be restarting it).
         """
-        actor = self._replicas[0].group.actors.get(role) if self._replicas else None
+        actor = self._groups[0].actor_group.actors.get(role) if self._groups else None
         if actor is None:
             raise RuntimeFailure(f"this deployment has no actor '{role}'", "see `tiermoe status` for those it has")
         try:
@@ -256,13 +229,13 @@ class Deployment:
     def close(self) -> None:
         """End the actors, and Ray if it was started here. Idempotent; never raises."""
         ray_watch, self._ray_watch = self._ray_watch, None
-        replicas, self._replicas = self._replicas, []
+        groups, self._groups = self._groups, []
         try:
-            for replica in replicas:
-                replica.stop_watching()
+            for group in groups:
+                group.stop_watching()
             if ray.is_initialized():
-                for replica in replicas:
-                    replica.close()
+                for group in groups:
+                    group.close()
                 if ray_watch is not None:
                     ray_watch.close()
                 leave()
@@ -280,19 +253,16 @@ class Deployment:
 
     @property
     def _lead(self) -> Lead:
-        return self._replicas[0].group.lead if self._replicas else Lead(None)
-
-    @property
-    def _local(self) -> bool:
-        return self.config.ray.address is None
+        return self._groups[0].actor_group.lead if self._groups else Lead(None)
 
     def _start_ray(self) -> None:
-        ray_settings, threads = self.config.ray, self._settings.threads
+        ray_settings, threads = self.config.ray, self._launch.settings.threads
         if ray_settings.address is not None:
             join(ray_settings.address, thread_limits(threads))
             return
         self._scratch = Scratch()
-        given = local_ray(self.config, self._settings)
+        self._launch = replace(self._launch, scratch=self._scratch.path)
+        given = local_ray(self.config, self._launch.settings)
         # Ray asks the machine, and its first control group at most: it is told what the plan counts on
         memory = int(this_machine(given)[0].amount("memory"))
         start_local(
@@ -302,37 +272,33 @@ class Deployment:
 
     def _refuse_early(self, facts: ModelFacts) -> None:
         """Refuse what a Ray on this machine could not hold before it is started, where its nodes are known."""
-        if self._local:
-            nodes = this_machine(local_ray(self.config, self._settings))
+        if self._launch.local:
+            nodes = this_machine(local_ray(self.config, self._launch.settings))
             self._choose(facts, nodes)
-            if not wants_gpu(self._settings, nodes):  # what Ray takes for a GPU, only Ray knows
-                make_plans(self.config, self._settings, facts, nodes, "this machine")
+            if not wants_gpu(self._launch.settings, nodes):  # what Ray takes for a GPU, only Ray knows
+                make_plans(self.config, self._launch.settings, facts, nodes, "this machine")
 
     def _plans(self, facts: ModelFacts) -> list[PlanResult]:
         nodes = [node for node in nodes_from_ray(ray.nodes()) if node.alive]  # Ray remembers those that have left
-        where = "a Ray of its own" if self._local else f"the Ray at {self.config.ray.address}"
-        if not self._local:
+        where = "a Ray of its own" if self._launch.local else f"the Ray at {self.config.ray.address}"
+        if not self._launch.local:
             self._choose(facts, nodes)
-        notes = (*self._notes, *(local_notes(self.config, self._settings) if self._local else ()))
-        return make_plans(self.config, self._settings, facts, nodes, where, notes, here=self._local)
+        notes = (*self._notes, *(local_notes(self.config, self._launch.settings) if self._launch.local else ()))
+        return make_plans(self.config, self._launch.settings, facts, nodes, where, notes, here=self._launch.local)
 
     def _choose(self, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> None:
         """What is decided with the nodes: the default policy and the budget `auto`."""
-        self._settings, self._notes = decided(self.config, self._settings, facts, nodes, here=self._local)
+        settings, self._notes = decided(self.config, self._launch.settings, facts, nodes, here=self._launch.local)
+        self._launch = replace(self._launch, settings=settings)
 
-    def _start_replicas(self, plans: Sequence[PlanResult]) -> None:
+    def _start_groups(self, plans: Sequence[PlanResult]) -> None:
         self._planned = plans[0]
-        scratch = self._scratch.path if self._scratch is not None else None
         for index, planned in enumerate(plans):
-            name = replica_id(self.id, index)
             label = "the lead" if len(plans) == 1 else f"lead {index + 1} of {len(plans)}"
-            replica = Replica(
-                name, label, planned, self.config, self._settings, self._store_path, local=self._local,
-                scratch=scratch, notify=self._notify, step=self._step, **self._classes,
-            )  # fmt: skip
-            self._replicas.append(replica)
-            replica.reserve(self._remaining_s)
-        started = [replica.start(self._remaining_s) for replica in self._replicas]
+            group = ReplicaGroup(group_id(self.id, index), label, planned, self._launch)
+            self._groups.append(group)
+            group.reserve(self._remaining_s)
+        started = [group.start(self._remaining_s) for group in self._groups]
         self.plan = started[0]
 
     def _failure(self, error: BaseException) -> TierMoeError | None:
@@ -340,7 +306,7 @@ class Deployment:
         if not isinstance(error, Exception):
             return None
         with contextlib.suppress(Exception):  # where Ray does not say, the error speaks for itself
-            if any(replica.ended for replica in self._replicas):
+            if any(group.ended for group in self._groups):
                 return DeploymentEnded(f"deployment {self.id} was ended while it started", "start it again")
         # Ray makes the actor's typed error a class of both kinds, whose text is a traceback: that is unwrapped
         if isinstance(error, TierMoeError) and not isinstance(error, ray.exceptions.RayTaskError):

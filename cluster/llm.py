@@ -101,7 +101,7 @@ class LLM:
         if (replicas := config.cluster.replicas) > 1:
             config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"replicas": 1})})
             notices.print(
-                f"one of {replicas} replicas is started: `tiermoe serve` and `up` use them all", soft_wrap=True
+                f"one of {replicas} replica groups is started: `tiermoe serve` and `up` use them all", soft_wrap=True
             )
         check_mode(generation_config)
         self.config, self._settings = checked_settings(config, trace=timeline)

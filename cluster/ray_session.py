@@ -1,6 +1,6 @@
 """This process's connection to Ray: start a local one or join a running one, translate its errors, leave it.
 
-`placement.py` places actors and `attach.py` finds those of others; no other code calls Ray's life cycle.
+`deployed_actors.py` places actors and `attach.py` finds those of others; no other code calls Ray's life cycle.
 """
 
 from __future__ import annotations

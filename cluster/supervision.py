@@ -25,7 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ..errors import LoopDied, RuntimeFailure, StoreError, TierMoeError
 from .attach import CONTROL, ActorRecord, Lead, lead_record
-from .placement import LEAD, family, remake, split_name
+from .deployed_actors import LEAD, family, remake, split_name
 from .ray_internals import actor_table, ray_processes
 from .ray_session import as_failure, ray_addresses
 
@@ -41,7 +41,6 @@ REFUSALS = 3  # of Ray's own processes
 STOPPED_S = 5.0  # between two looks that should be a second apart: this process was stopped
 _STEP_S = 1.0
 _ANSWER_S = 1.0
-_LOG = "see the lead's log in Ray's session folder, or lower --budget"
 
 
 class Pauses:
@@ -169,7 +168,8 @@ class LeadKeeper:
         self._loop_died = False
         self._restarts, self._dead, self._start, self._health = restarts, True, None, None
         if len(self._deaths) == DEATHS and now_s - self._deaths[0] < WITHIN_S:
-            raise RuntimeFailure(f"{self._label} died {DEATHS} times within {WITHIN_S:g} s", _LOG)
+            what = f"{self._label} died {DEATHS} times within {WITHIN_S:g} s"
+            raise RuntimeFailure(what, "see its log in Ray's session folder, or lower --budget")
         self._notify(f"{self._label} died; it is started again")
 
     def _follow_start(self) -> None:

@@ -205,7 +205,7 @@ async def framed(kind: str, connections: int = 10) -> Figures:
     import psutil
     import uvicorn
 
-    from tiermoe.cluster.api.connections import TimedConnection
+    from tiermoe.cluster.api.connections import BoundedConnection
 
     own, over = psutil.Process(), asyncio.Event()
 
@@ -223,7 +223,7 @@ async def framed(kind: str, connections: int = 10) -> Figures:
                 await asyncio.wait_for(writer.drain(), 1)
         writer.transport.abort()
 
-    config = uvicorn.Config(answer, http=TimedConnection, lifespan="off", log_config=None)
+    config = uvicorn.Config(answer, http=BoundedConnection, lifespan="off", log_config=None, log_level="error")
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(server._serve([listener]))

@@ -29,6 +29,7 @@ from tiermoe.cluster.config import default_model_dir, engine_settings, load_run_
 from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
+from tiermoe.cluster.launch import Launch, StandIns
 from tiermoe.cluster.scratch import Scratch
 
 BIN = Path(sys.executable).parent
@@ -339,7 +340,7 @@ def deployed(worker_class: type | None = None, **options: Any) -> Iterator[Deplo
     config = load_run_config(None, {"threads": 1, "device": "cpu"} | options)
     settings = engine_settings(config)
     store = str(prepared_store(config, settings))
-    with Deployment(config, settings, store, worker_class=worker_class) as deployment:
+    with Deployment(Launch(config, settings, store, StandIns(worker_class))) as deployment:
         yield deployment
 
 

@@ -67,7 +67,7 @@ class LeadBackend:
     requests that come meanwhile. One whose loop dies for the second time, on trial, fails; the others resume.
 
     Args:
-        handles: of the actors, by the id of the replica that each belongs to.
+        handles: of the actors, by the id of the replica group that each belongs to.
         plan: what the first one's `plan` returned.
         deadline_s: seconds that one request may take.
     """

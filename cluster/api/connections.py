@@ -1,243 +1,131 @@
-"""Connections of the server: their time limits, and bounds on all bytes outside a body.
+"""Connections of the server: what one client's bytes may take before any key is asked for.
 
-One duration, uvicorn's `timeout_keep_alive`, bounds every silence: a connection without a request, the headers of a
-request (together, however many bytes trickle in), and a client that does not read what it asked for. Bodies have their
-own (`limits.body_s`).
+h11 parses, and bounds headers, chunk sizes and trailers (64 KiB while they are incomplete), refuses two readings of one
+request, ignores offers of another protocol (`Upgrade: h2c` of Java's clients), and reads a pipelined request once the
+one before it is answered. What a client still sends behind an early answer is dropped. Added here:
 
-Bytes outside a body (headers, chunk sizes and their extensions, trailers) are bounded until a request and its answer
-are complete, however they are framed. Requests behind one that is answered wait as bytes, and those are bounded too.
-
-An answer that comes before its request is whole says `Connection: close`, and the connection takes and drops what the
-client still sends, within bounds: the next request is never read out of a body, and no reset takes the answer away.
-
-An offer of another protocol (`Upgrade: h2c` of Java's clients, `websocket`) is ignored, as RFC 9110 (7.8) allows: the
-request is answered over HTTP/1.1, with its body. What RFC 9112 calls invalid (3.2: not exactly one `Host`) gets 400.
+- One duration, uvicorn's `timeout_keep_alive`, bounds every silence: a connection without a request, the headers of a
+  request together, the rest of a body that is answered, and a client that does not read. Bodies have `limits.body_s`.
+- A body in tiny chunks is refused: each takes the event loop the same time, whatever it holds.
+- Refusals are JSON, as all others.
+- A client that still sends can read its answer: a connection that is closed while bytes arrive is reset.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-import socket
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, cast
 
-import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from .refusals import ApiError
 
-_FRAMING_BYTES = 64 * 1024  # of a request outside its body, at a stretch, as in h11; and in all, with those per byte
-_FRAMING_PER_BYTE = 16  # of a body: a chunk of one byte has five
-_PIECE_BYTES = 1024  # that are parsed at a time where a request may end in them, and others begin
-_DRAIN_BYTES = 16 * 2**20  # that are dropped behind an early answer
-_DRAIN_S = 5.0
-_TCP = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # a host that is gone is noticed within a minute
-_JSON = b"application/json"
-_VERSIONS = frozenset({"1.0", "1.1"})
-_HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)(:[0-9]*)?")  # RFC 3986: host and port
+FRAMING_BYTES = 64 * 1024  # of headers, of a chunk's size, of trailers
+_PIECE_BYTES = 16 * 1024  # h11 bounds what is incomplete after each
+_CHUNKS, _CHUNK_BYTES = 8192, 64  # of a body; beyond that number they must have so many bytes on average
+_LINGER_S = 5.0
+_VERSIONS = frozenset({b"1.0", b"1.1"})
 
 
-class TimedConnection(HttpToolsProtocol):
-    """uvicorn's connection with time limits, a bound on all bytes outside a body, and whole early answers."""
+class _Parser(h11.Connection):
+    """h11's, for a server; refuses what h11 takes and a proxy in front may have read otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, FRAMING_BYTES)
+        self._chunks = self._bytes = 0  # of the body
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+            self._check_head(event)
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if self._chunks > _CHUNKS + self._bytes // _CHUNK_BYTES:
+                raise h11.RemoteProtocolError("the body has too many chunks; send larger ones", error_status_hint=431)
+        return event
+
+    @staticmethod
+    def _check_head(request: h11.Request) -> None:
+        names = {name for name, _ in request.headers}
+        if request.method == b"CONNECT":
+            raise h11.RemoteProtocolError("this server is no proxy and opens no tunnels")
+        if request.http_version not in _VERSIONS:
+            raise h11.RemoteProtocolError(f"HTTP/{request.http_version.decode()} is not spoken here; send HTTP/1.1")
+        if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
+            raise h11.RemoteProtocolError("'Transfer-Encoding' with 'Content-Length', or in HTTP/1.0; send one of both")
+
+
+class _Lingering:
+    """A transport whose `close` leaves a client that still sends time to read; what it sends is dropped.
+
+    Args:
+        transport: the connection's.
+        still_sends: whether the client does.
+    """
+
+    def __init__(self, transport: asyncio.Transport, still_sends: Callable[[], bool]) -> None:
+        self._transport, self._still_sends, self._closing = transport, still_sends, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not (self._still_sends() and self._transport.can_write_eof()):
+            self._transport.close()
+            return
+        self._closing = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        asyncio.get_running_loop().call_later(_LINGER_S, self._transport.close)
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's connection by h11, within bounds."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._due: asyncio.TimerHandle | None = None  # until a request's headers are complete, or a drain is over
+        self.conn = _Parser()
+        self._due: asyncio.TimerHandle | None = None  # while no request is under way
         self._write_due: asyncio.TimerHandle | None = None  # while the client reads nothing
-        self._begun = False  # whether a request's first byte has come
-        self._in_headers = True
-        self._waiting = bytearray()  # bytes that are not parsed yet
-        # of the request that is parsed: bytes outside the body, in all and since the last one of the body; its body
-        self._framing = self._stretch = self._body = 0
-        self._body_left = 0  # of an announced length
-        self._drained: int | None = None  # bytes; None: what comes is parsed
-        self._offered = self._again = False  # the request offers another protocol; it is parsed again without
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if (found := transport.get_extra_info("socket")) is not None and found.family != socket.AF_UNIX:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for name, value in _TCP.items():
-                if hasattr(socket, name):
-                    found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        super().connection_made(cast(asyncio.Transport, _Lingering(transport, self._client_sends)))
         self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
-        self._waiting.clear()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._drained is None:
-            self._waiting += data
-            self._parse()
-            return
-        self._drained += len(data)
-        if self._drained > _DRAIN_BYTES:
-            self.transport.close()
-
-    def _parse(self) -> None:
-        """Parse what waits, up to the end of a request that is not answered yet."""
-        while self._waiting and self._drained is None and not self.transport.is_closing():
-            if self._answering():
-                if len(self._waiting) > _FRAMING_BYTES:
-                    self.flow.pause_reading()  # until the answer is complete
+        for begin in range(0, len(data), _PIECE_BYTES):
+            if self.transport.is_closing():
                 return
-            # a piece holds few requests: parsed ones take a hundred times the memory of their bytes
-            size = max(_PIECE_BYTES, self._body_left)
-            piece = bytes(self._waiting[:size])
-            del self._waiting[:size]
-            self._framing += len(piece)
-            self._stretch += len(piece)
-            self._feed(piece)
-            if self._drained is not None:
-                return
-            if self._stretch > _FRAMING_BYTES or self._framing > _FRAMING_BYTES + _FRAMING_PER_BYTE * self._body:
-                self._refuse(431, self._too_much())
+            super().data_received(data[begin : begin + _PIECE_BYTES])
 
-    def _feed(self, piece: bytes) -> None:
-        """Parse a piece. The parser stops behind the headers of a request that offers another protocol, as if what
-        follows were that: another one gets the request without its offer, and then its body.
-        """
-        self._unset_keepalive_if_required()
-        while True:
-            try:
-                self.parser.feed_data(piece)
-                return
-            except httptools.HttpParserUpgrade as stop:
-                piece = self._without_offer() + piece[stop.args[0] :]
-                self._offered, self._again = False, True
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
-            except httptools.HttpParserError as error:
-                why = error.__context__
-                if isinstance(why, ApiError):
-                    self._refuse(why.status, why.message)
-                else:
-                    self.send_400_response("")
-                return
-
-    def _without_offer(self) -> bytes:
-        """The head of the request that was parsed, without `Upgrade`."""
-        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
-        for name, value in self.headers:
-            if name == b"connection":
-                options = [option.strip() for option in value.split(b",")]
-                value = b", ".join(option for option in options if option.lower() != b"upgrade")
-            if name != b"upgrade":
-                lines.append(name + b": " + value)
-        return b"\r\n".join(lines) + b"\r\n\r\n"
-
-    def _answering(self) -> bool:
-        """Whether a whole request is not answered yet."""
-        cycle = self.cycle
-        return bool(self.pipeline) or (cycle is not None and not cycle.response_complete and not cycle.more_body)
-
-    def _too_much(self) -> str:
-        if self._in_headers:
-            return f"the request's headers exceed {_FRAMING_BYTES} bytes; send fewer"
-        return f"chunk sizes, extensions and trailers exceed {_FRAMING_BYTES} bytes; send larger chunks and no trailers"
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        if self._again:  # its bytes are counted, and its time runs
-            self._again = False
-            return
-        self._expect_request()
-        self._begun = True
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # trailers are not headers (RFC 9110, 6.5.1), and are not read
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        if self.parser.get_method() == b"CONNECT":
-            raise ApiError(400, "this server is no proxy and opens no tunnels")
-        if self.parser.should_upgrade():
-            self._offered = True
-            return
-        self._check_head()
-        self._stop()
-        self._in_headers = False
-        lengths = [value for name, value in self.headers if name == b"content-length"]
-        self._body_left = int(lengths[0]) if lengths else 0  # the parser has checked it
+    def handle_events(self) -> None:
         before = self.cycle
-        super().on_headers_complete()
-        if self.cycle is not before:
-            self._close_early_answer(self.cycle)
-
-    def _check_head(self) -> None:
-        """Refuse what RFC 9112 says to; of a target that is a whole URL (3.2.2) its authority becomes the `Host`.
-
-        Raises:
-            ApiError: 400, or 501: a transfer coding that is not known.
-        """
-        version = self.parser.get_http_version()
-        if version not in _VERSIONS:
-            raise ApiError(400, f"HTTP/{version} is not spoken here; send HTTP/1.1")
-        hosts = [value for name, value in self.headers if name == b"host"]
-        if len(hosts) > 1 or (version == "1.1" and not hosts):
-            raise ApiError(400, f"the request has {len(hosts) or 'no'} 'Host' headers; send one")
-        if hosts and _HOST.fullmatch(hosts[0]) is None:
-            raise ApiError(400, "the 'Host' header is no host with a port; send HOST or HOST:PORT")
-        codings = [value.lower().strip() for name, value in self.headers if name == b"transfer-encoding"]
-        if codings and version == "1.0":
-            raise ApiError(400, "HTTP/1.0 has no 'Transfer-Encoding'; send HTTP/1.1, or a 'Content-Length'")
-        if codings not in ([], [b"chunked"]) and codings[-1].endswith(b"chunked"):  # else the parser refuses them
-            raise ApiError(501, "of transfer codings only chunked is known; send 'Transfer-Encoding: chunked'")
-        if not self.url.startswith(b"/"):
-            self._take_authority()
-
-    def _take_authority(self) -> None:
-        if self.url == b"*" and self.parser.get_method() == b"OPTIONS":
-            return
-        target = httptools.parse_url(self.url)
-        if target.schema is None or target.schema.lower() not in (b"http", b"https") or target.userinfo is not None:
-            raise ApiError(400, "the request's target is no path of this server; send a path, such as /v1/models")
-        host = b"[%b]" % target.host if b":" in target.host else target.host
-        host += b"" if target.port is None else b":%d" % target.port
-        self.headers[:] = [(name, host if name == b"host" else value) for name, value in self.headers]
-        self.url = (target.path or b"/") + (b"" if target.query is None else b"?" + target.query)
-
-    def on_message_complete(self) -> None:
-        if not self._offered:
-            super().on_message_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._framing -= len(body)
-        self._stretch = 0
-        self._body += len(body)
-        self._body_left = max(0, self._body_left - len(body))
-        super().on_body(body)
-
-    def _close_early_answer(self, cycle: RequestResponseCycle) -> None:
-        """Mark an answer that begins before the end of its request; `_drain` follows it."""
-        plain = cycle.send
-
-        async def send(message: Any) -> None:
-            if cycle.more_body:
-                begins = message["type"] == "http.response.start"
-                if begins:
-                    cycle.keep_alive = False  # and uvicorn adds the header
-                elif not message.get("more_body", False):
-                    cycle.keep_alive = True  # uvicorn would close at once; `on_response_complete` does it
-            await plain(message)
-
-        cycle.send = send  # type: ignore[method-assign]  # uvicorn has no other place for it
+        super().handle_events()
+        if self.cycle is not before and not self.cycle.response_complete:
+            self._stop()
 
     def on_response_complete(self) -> None:
-        early = self.cycle.more_body and not self.pipeline
+        answered = self.cycle
         super().on_response_complete()
-        if self.transport.is_closing():
-            return
-        if early:
-            self._drain()
-            return
-        if self.cycle.response_complete and not (self._begun and self._in_headers):  # none is under way, none has begun
+        self._unset_keepalive_if_required()  # uvicorn's is over with the first byte
+        if self.cycle is answered and not self.transport.is_closing():
             self._expect_request()
-        self._parse()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -250,12 +138,17 @@ class TimedConnection(HttpToolsProtocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "this is not an HTTP request that the server can read")
+        """Refuse what h11 does not take; called where its error is handled."""
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)
+        if status == 431 and len(self.conn.trailing_data[0]) > FRAMING_BYTES:
+            message = f"headers, a chunk's size or trailers exceed {FRAMING_BYTES} bytes; send fewer"
+        else:
+            message = f"this is not an HTTP request that the server can read ({str(error)[:200]})"
+        self._refuse(status, message)
 
     def _expect_request(self) -> None:
         self._stop()
-        self._in_headers, self._begun = True, False
-        self._framing = self._stretch = self._body = self._body_left = 0
         self._due = self.loop.call_later(self.timeout_keep_alive, self._expired)
 
     def _stop(self) -> None:
@@ -264,38 +157,24 @@ class TimedConnection(HttpToolsProtocol):
             self._due = None
 
     def _expired(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # this one is pipelined behind it
-            self._due = self.loop.call_later(self.timeout_keep_alive, self._expired)
-        elif self._begun:
-            self._refuse(408, f"the headers did not come within {self.timeout_keep_alive} s")
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(408, f"the headers did not come within {self.timeout_keep_alive} s; send them at once")
         else:
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
         """Say why, unless an answer is under way, and close."""
-        cycle = self.cycle
-        under_way = cycle is not None and not cycle.response_complete
-        if under_way and cycle.response_started:
-            self.transport.close()
-        if self.transport.is_closing():
-            return
-        if under_way:  # the application learns it as the client's end
-            cycle.disconnected = True
-            cycle.message_event.set()
-        body = json.dumps(ApiError(status, message).body).encode()
-        head = [b"content-type: " + _JSON, b"content-length: %d" % len(body), b"connection: close"]
-        self.transport.write(STATUS_LINE[status] + b"\r\n".join(head) + b"\r\n\r\n" + body)
-        self._drain()
+        if self.cycle is not None and not self.cycle.response_complete:  # the application learns it as the client's end
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(ApiError(status, message).body).encode()
+            headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+            response = h11.Response(status_code=status, headers=[*headers.items()], reason=STATUS_PHRASES[status])
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
-    def _drain(self) -> None:
-        """Close once the client has closed or a bound is reached; what it sends until then is dropped.
-
-        A connection closed while bytes arrive is reset, and the client may lose the answer that it has not read.
-        """
-        self._stop()
-        self._waiting.clear()
-        self._drained = 0
-        self.flow.resume_reading()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self._due = self.loop.call_later(min(_DRAIN_S, self.timeout_keep_alive), self.transport.close)
+    def _client_sends(self) -> bool:
+        """Whether more of a request is to come, or was refused."""
+        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR) or bool(self.conn.trailing_data[0])

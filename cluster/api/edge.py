@@ -127,8 +127,6 @@ class Edge:
         assert settings.deployment is not None
         folder = tokenizer_folder(plan, settings.tokenizer)
         template = load_chat_template(folder, Path(settings.chat_template) if settings.chat_template else None)
-        file = settings.api_key_file
-        keys = None if file is None else KeyRing(Path(file), refused=lambda line: runs.metrics.key_file_refused())
         leads = {name: lead.handle for name, lead in leads_of(settings.deployment).items()}
         self._backend = LeadBackend(leads, plan, settings.limits.request_s)
         await self._backend.first_look()
@@ -137,6 +135,8 @@ class Edge:
         defaults = read_defaults(folder, settings.generation_config)
         model = ServedModel(name, self._backend.plan, tokenizer, template, limits, settings.tool_format, defaults)
         runs = Runs(self._backend, tokenizer, limits, settings.share_prefix_cache)
+        file = settings.api_key_file
+        keys = None if file is None else KeyRing(Path(file), refused=lambda line: runs.metrics.key_file_refused())
         if settings.request_log != "off":
             written = settings.request_log_file
             log = self._descriptors.standard_error if written is None else Path(written)

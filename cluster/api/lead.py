@@ -107,7 +107,7 @@ class LeadClient:
     Args:
         handle: of the actor.
         changed: called whenever it was looked at.
-        name: with which the names of its replica's actors begin.
+        name: with which the names of its replica group's actors begin.
 
     Attributes:
         serves: whether requests may be sent; taken for granted before the first look.
@@ -177,7 +177,7 @@ class LeadClient:
         return len(self._inboxes)
 
     async def ask(self, method: str, role: str | None = None) -> Any:
-        """What a control method returns, or a method of another actor of its replica; raises RuntimeFailure where it
+        """What a control method returns, or a method of another actor of its group; raises RuntimeFailure where it
         does not answer.
 
         Args:

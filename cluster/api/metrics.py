@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -33,6 +33,13 @@ _EXPERTS = {
     "blocked_io_seconds": ("Seconds that the compute waited for copies.", "blocked_io_s"),
     "ndp_tokens": ("(token, expert) pairs that NDP workers computed.", "ndp_tokens"),
     "substitutions": ("Experts that another one stood in for.", "substitutions"),
+}
+_LOAD = {  # as `_EXPERTS`, of the present load
+    "num_requests_running": ("Requests in forwards.", "running"),
+    "num_requests_waiting": ("Requests before their first forward.", "waiting"),
+    "kv_cache_usage_ratio": ("Share of the KV cache in use.", "kv_usage"),
+    "expert_slots_used": ("Slots of the lead's expert cache in use.", "slots_used"),
+    "expert_pins": ("Experts' pins by the forward that runs, on the lead.", "pins"),
 }
 _CAUSES = ("demand", "prefetch", "migration")
 _RECENT = 512  # choices
@@ -67,38 +74,29 @@ class Metrics:
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"tiermoe_{name}", about, buckets=buckets, registry=self._registry)
 
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"tiermoe_{name}", about, labels, registry=self._registry)
+
         self.first = histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_S)
         self.between = histogram("inter_token_latency_seconds", "Between tokens of a request.", _BETWEEN_S)
         self.total = histogram("e2e_request_latency_seconds", "From arrival to the end of a request.", _TOTAL_S)
         self.queue = histogram("request_queue_time_seconds", "From arrival to its first forward.", _FIRST_S)
         self.prefill = histogram("request_prefill_time_seconds", "From first forward to first token.", _FIRST_S)
         self.decode = histogram("request_decode_time_seconds", "From first token to last token.", _TOTAL_S)
-        self.pace = histogram(
-            "request_time_per_output_token_seconds", "A request's mean seconds between tokens.", _BETWEEN_S
-        )
+        about = "A request's mean seconds between tokens."
+        self.pace = histogram("request_time_per_output_token_seconds", about, _BETWEEN_S)
         self.prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", _COUNTS)
         self.answers = histogram("request_generation_tokens", "Tokens generated for a request.", _COUNTS)
-
-        def counter(name: str, about: str) -> Counter:
-            return Counter(f"tiermoe_{name}", about, registry=self._registry)
-
         self.prompt = counter("prompt_tokens", "Prompt tokens processed.")
         self.queried = counter("prefix_cache_queries", "Prompt tokens of requests that began.")
         self.cached = counter("prefix_cache_hits", "Prompt tokens that the KV cache had of earlier requests.")
         self.generated = counter("generation_tokens", "Tokens generated.")
-        self.ended = Counter(
-            "tiermoe_request_success", "Requests that ended: stop, length, abort (the client left) or error.",
-            ["finished_reason"], registry=self._registry,
-        )  # fmt: skip
-        self._ignored = Counter(
-            "tiermoe_ignored_parameters", "Parameters of requests that were accepted without effect.", ["name"],
-            registry=self._registry,
-        )  # fmt: skip
-
-        self._refused = Counter(
-            "tiermoe_requests_refused", "HTTP requests that were refused or failed, also at the end of a stream.",
-            ["reason"], registry=self._registry,
-        )  # fmt: skip
+        about = "Requests that ended: stop, length, abort (the client left) or error."
+        self.ended = counter("request_success", about, "finished_reason")
+        about = "Parameters of requests that were accepted without effect."
+        self._ignored = counter("ignored_parameters", about, "name")
+        about = "HTTP requests that were refused or failed, also at the end of a stream."
+        self._refused = counter("requests_refused", about, "reason")
         self._dropped = counter("request_log_dropped", "Lines of the request log that were not written.")
         self._key_files = counter("key_file_refused", "Times that the key file had changed and was refused.")
 
@@ -149,7 +147,7 @@ class Metrics:
             if self._sharded:  # the lead's are among them
                 parts = await self._ask("shard_stats")
                 links = {}
-                for part in (part for part in parts if _LINK in part):  # replicas of the runtime have the same names
+                for part in (part for part in parts if _LINK in part):  # those of replica groups have the same names
                     links[str(part["shard"])] = links.get(str(part["shard"]), 0.0) + part[_LINK]
                 for key in {key for _, key in _EXPERTS.values()} | {f"bytes_loaded_{cause}" for cause in _CAUSES}:
                     if any(key in part for part in parts):
@@ -209,61 +207,52 @@ class RuntimeCounters(Collector):
         self.damaged = 0
 
     def collect(self) -> Iterable[Metric]:
-        load, stats = self.load, self.stats
         about = "Leads that stopped serving because a file that they serve from changed or cannot be read."
         yield GaugeMetricFamily("tiermoe_store_damaged", about, self.damaged)
-        if load is not None:
-            waiting = load["waiting"] + self.waiting_here
-            yield GaugeMetricFamily("tiermoe_num_requests_running", "Requests in forwards.", load["running"])
-            yield GaugeMetricFamily("tiermoe_num_requests_waiting", "Requests before their first forward.", waiting)
-            yield GaugeMetricFamily("tiermoe_kv_cache_usage_ratio", "Share of the KV cache in use.", load["kv_usage"])
-            used, pins = load["slots_used"], load["pins"]
-            yield GaugeMetricFamily("tiermoe_expert_slots_used", "Slots of the lead's expert cache in use.", used)
-            yield GaugeMetricFamily("tiermoe_expert_pins", "Experts' pins by the forward that runs, on the lead.", pins)
-        if stats is not None:
-            for name, (about, key) in _EXPERTS.items():
-                yield CounterMetricFamily(f"tiermoe_{name}", about, stats.get(key, 0))
-            if (trials := stats.get("prefetch_trials")) is not None:
-                paused = float(not trials["pays"])
-                yield GaugeMetricFamily("tiermoe_prefetch_paused", "1 while prefetch does not pay and is off.", paused)
-                yield CounterMetricFamily(
-                    "tiermoe_prefetch_trials", "Comparisons of decoding with and without prefetch.", trials["trials"]
-                )
-            about = "Slots of the lead's expert cache, in use or free."
-            yield GaugeMetricFamily("tiermoe_expert_slots", about, stats.get("slots", 0))
-            if (shared := stats.get("shared")) is not None:
-                about = "Tokens for which the KV cache has memory now; experts may have the rest."
-                yield GaugeMetricFamily("tiermoe_kv_cache_tokens", about, shared["kv_tokens"])
-                moves = CounterMetricFamily(
-                    "tiermoe_memory_moves", "Times that slots and KV cache gave each other memory.", labels=["to"]
-                )
-                for to in ("kv", "experts"):
-                    moves.add_metric([to], shared[f"to_{to}"])
-                yield moves
-            if (planner := stats.get("planner")) is not None:
-                yield GaugeMetricFamily(
-                    "tiermoe_planner_error_ratio", "Predicted against measured time of a layer, mean difference.",
-                    planner["error"],
-                )  # fmt: skip
-                if planner["follows"] is not None:
-                    taken = GaugeMetricFamily(
-                        "tiermoe_planner_token_seconds", "Experts of a token: as seen, and by the rules of shadows.",
-                        labels=["rule"],
-                    )  # fmt: skip
-                    for rule, taken_s in planner["token_s"].items():
-                        taken.add_metric([rule], taken_s)
-                    yield taken
-                    yield GaugeMetricFamily(
-                        "tiermoe_planner_follows_other", "1 while another rule than the planner's own is followed.",
-                        float(planner["follows"] != "auto"),
-                    )  # fmt: skip
-            loaded = CounterMetricFamily(
-                "tiermoe_expert_bytes_loaded", "Expert bytes brought to the device.", labels=["cause"]
-            )
-            for cause in _CAUSES:
-                loaded.add_metric([cause], stats.get(f"bytes_loaded_{cause}", 0))
-            yield loaded
-            busy = CounterMetricFamily("tiermoe_link_busy_seconds", "Seconds that a GPU's link copied.", labels=["gpu"])
-            for name, seconds in self.links.items():
-                busy.add_metric([name], seconds)
-            yield busy
+        if self.load is not None:
+            load = self.load | {"waiting": self.load["waiting"] + self.waiting_here}
+            for name, (about, key) in _LOAD.items():
+                yield GaugeMetricFamily(f"tiermoe_{name}", about, load[key])
+        if (stats := self.stats) is None:
+            return
+        for name, (about, key) in _EXPERTS.items():
+            yield CounterMetricFamily(f"tiermoe_{name}", about, stats.get(key, 0))
+        about = "Slots of the lead's expert cache, in use or free."
+        yield GaugeMetricFamily("tiermoe_expert_slots", about, stats.get("slots", 0))
+        loaded = {cause: stats.get(f"bytes_loaded_{cause}", 0) for cause in _CAUSES}
+        yield _counters("expert_bytes_loaded", "Expert bytes brought to the device.", "cause", loaded)
+        yield _counters("link_busy_seconds", "Seconds that a GPU's link copied.", "gpu", self.links)
+        if (trials := stats.get("prefetch_trials")) is not None:
+            paused = float(not trials["pays"])
+            yield GaugeMetricFamily("tiermoe_prefetch_paused", "1 while prefetch does not pay and is off.", paused)
+            about = "Comparisons of decoding with and without prefetch."
+            yield CounterMetricFamily("tiermoe_prefetch_trials", about, trials["trials"])
+        if (shared := stats.get("shared")) is not None:
+            about = "Tokens for which the KV cache has memory now; experts may have the rest."
+            yield GaugeMetricFamily("tiermoe_kv_cache_tokens", about, shared["kv_tokens"])
+            moves = {to: shared[f"to_{to}"] for to in ("kv", "experts")}
+            yield _counters("memory_moves", "Times that slots and KV cache gave each other memory.", "to", moves)
+        if (planner := stats.get("planner")) is not None:
+            yield from _of_planner(planner)
+
+
+def _of_planner(planner: Mapping[str, Any]) -> Iterable[Metric]:
+    about = "Predicted against measured time of a layer, mean difference."
+    yield GaugeMetricFamily("tiermoe_planner_error_ratio", about, planner["error"])
+    if planner["follows"] is None:
+        return
+    about = "Experts of a token: as seen, and by the rules of shadows."
+    taken = GaugeMetricFamily("tiermoe_planner_token_seconds", about, labels=["rule"])
+    for rule, taken_s in planner["token_s"].items():
+        taken.add_metric([rule], taken_s)
+    yield taken
+    about = "1 while another rule than the planner's own is followed."
+    yield GaugeMetricFamily("tiermoe_planner_follows_other", about, float(planner["follows"] != "auto"))
+
+
+def _counters(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    """One counter by a label."""
+    found = CounterMetricFamily(f"tiermoe_{name}", about, labels=[label])
+    for value, count in values.items():
+        found.add_metric([value], count)
+    return found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import RequestError, RuntimeFailure, TierMoeError
 
 _INVALID = "invalid_request_error"
+_AGAIN_S = 2
 _LONG_MESSAGE = 1000  # characters; a value that it quotes may be as long as a body
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
           503: "service_unavailable"}  # fmt: skip
@@ -50,3 +53,22 @@ def from_failure(error: TierMoeError) -> ApiError:
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     return ApiError(503 if isinstance(error, RuntimeFailure) else 500, str(error))
+
+
+@dataclass(frozen=True)
+class NotReady:
+    """What the server waits for.
+
+    left_s: seconds until it serves, by the runtime's first start; None: not known.
+    """
+
+    reason: str
+    left_s: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason + ("" if self.left_s is None else f", ready in about {max(1, round(self.left_s))} s")
+
+    @property
+    def retry_after_s(self) -> int:
+        """When to ask again: once it should be ready, else in a moment."""
+        return _AGAIN_S if self.left_s is None else min(60, max(1, math.ceil(self.left_s)))

@@ -142,20 +142,20 @@ async def _written(answer: Json) -> bytes:
     return await asyncio.to_thread(written.encode) if len(written) > LARGE_BYTES else written.encode()
 
 
-def _add_state(app: FastAPI, model: ServedModel, runs: Runs) -> None:
+def _add_state(app: FastAPI, served: ServedModel, runs: Runs) -> None:
     started_s = int(time.time())
 
     @app.get("/v1/models")
     async def models() -> Json:
-        return {"object": "list", "data": [await model_card(model.name)]}
+        return {"object": "list", "data": [await model(served.name)]}
 
     @app.get("/v1/models/{name:path}")  # a name may have slashes
-    async def model_card(name: str) -> Json:
-        model.check_name(name)
+    async def model(name: str) -> Json:
+        served.check_name(name)
         return {
-            "id": model.name, "object": "model", "created": started_s, "owned_by": "tiermoe",
-            "max_model_len": model.limit_tokens, "policy": model.plan.get("policy"),
-            "lossless": model.plan.get("lossless"),
+            "id": served.name, "object": "model", "created": started_s, "owned_by": "tiermoe",
+            "max_model_len": served.limit_tokens, "policy": served.plan.get("policy"),
+            "lossless": served.plan.get("lossless"),
         }  # fmt: skip
 
     @app.get("/health")
@@ -180,7 +180,7 @@ def _add_state(app: FastAPI, model: ServedModel, runs: Runs) -> None:
             await runs.metrics.refresh(runs.admission.waiting)
         return Response(runs.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    status = StatusReader(model, runs)
+    status = StatusReader(served, runs)
 
     @app.get("/status")
     async def status_json() -> Response:

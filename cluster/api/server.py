@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from ...errors import TierMoeError
-from ..placement import end, make_here
+from ..deployed_actors import end, make_here
 from ..ray_internals import actor_table
 from ..ray_session import as_failure
 from .edge import Edge

@@ -29,10 +29,10 @@ from fastapi.responses import JSONResponse
 
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.tls import TlsFiles
-from .connections import TimedConnection
+from .connections import BoundedConnection
 from .guard import READS, App, Message, Receive, Scope, Send
 from .origins import PROBED, Access, headers_of, path_of
-from .refusals import ApiError
+from .refusals import ApiError, NotReady
 
 SILENCE_S = 60  # of a connection; see `connections.py`
 DRAIN_S = 20  # for requests under way when the server ends
@@ -44,6 +44,7 @@ _STEP_S = 0.01
 _GIVE_S = 30.0  # in which an edge gets standard error
 _MARK = b"\0"  # a descriptor needs a byte to travel with
 _STANDARD_ERROR = 2
+_CLOSE = {"Connection": "close"}
 Progress = Callable[[], tuple[str, float | None] | None]  # the current step of the start, seconds left
 
 
@@ -54,8 +55,8 @@ def server_options(tls: TlsFiles | None) -> dict[str, Any]:
         tls: with a CA, clients need a certificate of it. None: HTTP.
     """
     found: dict[str, Any] = {
-        "interface": "asgi3", "http": TimedConnection, "ws": "none", "lifespan": "off", "log_config": None,
-        "access_log": False, "timeout_keep_alive": SILENCE_S, "backlog": BACKLOG,
+        "interface": "asgi3", "http": BoundedConnection, "ws": "none", "lifespan": "off", "log_config": None,
+        "access_log": False, "log_level": "error", "timeout_keep_alive": SILENCE_S, "backlog": BACKLOG,
     }  # fmt: skip
     if tls is not None:
         found |= {"ssl_keyfile": tls.key, "ssl_certfile": tls.certificate, "ssl_ca_certs": tls.ca}
@@ -192,10 +193,11 @@ class ServerSocket:
             _send(self._edge, self._listener.fileno())
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
-        why, left_s = self._why, None
-        if why is None:
+        if self._why is not None:
+            waits = NotReady(self._why)
+        else:
             step, left_s = self._progress() or ("the runtime is prepared", None)
-            why = f"the server starts: {step}"
+            waits = NotReady(f"the server starts: {step}", left_s)
         path, headers, access = path_of(scope), headers_of(scope), self.access or Access()
         # a page learns nothing here but that it has to wait; what it may do is checked once there is something to do
         added = access.answer_headers(headers)
@@ -208,10 +210,10 @@ class ServerSocket:
         answer: App
         if access.is_preflight(scope, headers):
             permission = {name.decode(): value.decode() for name, value in access.permission(headers)}
-            answer = Response(status_code=204, headers=permission | {"Connection": "close"})
+            answer = Response(status_code=204, headers=permission | _CLOSE)
         else:
             probed = scope["method"] in READS and path in PROBED
-            answer = _probed(path, why, left_s) if probed else _refused(why, left_s)
+            answer = _probed(path, waits) if probed else _refused(waits)
         await answer(scope, receive, readable)
 
 
@@ -303,20 +305,16 @@ def _user(peer: socket.socket) -> int:
     return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
-def _probed(path: str, why: str, left_s: float | None) -> App:
+def _probed(path: str, waits: NotReady) -> App:
     """/health is 200, as the process lives; /ready is 503."""
+    left_s = None if waits.left_s is None else round(waits.left_s, 1)
     body: dict[str, Any] = {"status": "ok" if path == "/health" else "not ready", "leads": []}
-    body |= {"reason": why, "seconds_left": None if left_s is None else round(left_s, 1)}
+    body |= {"reason": waits.reason, "seconds_left": left_s}
     if path == "/health":
-        return JSONResponse(body, 200, {"Connection": "close"})
-    return JSONResponse(body, 503, {"Retry-After": _retry_s(left_s), "Connection": "close"})
+        return JSONResponse(body, 200, _CLOSE)
+    return JSONResponse(body, 503, {"Retry-After": str(waits.retry_after_s)} | _CLOSE)
 
 
-def _refused(why: str, left_s: float | None) -> App:
-    when = "" if left_s is None else f"; ready in about {max(1, round(left_s))} s"
-    error = ApiError(503, f"{why}{when}", headers={"Retry-After": _retry_s(left_s), "Connection": "close"})
+def _refused(waits: NotReady) -> App:
+    error = ApiError(503, str(waits), headers={"Retry-After": str(waits.retry_after_s)} | _CLOSE)
     return JSONResponse(error.body, error.status, error.headers)
-
-
-def _retry_s(left_s: float | None) -> str:
-    return str(2 if left_s is None else min(60, max(1, round(left_s))))

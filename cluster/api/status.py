@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ...actors.engine.stats import count_needed, hit_rate, needed_shares
@@ -19,33 +18,12 @@ from ..report.steps import left_s
 from .lead import LeadState
 from .metrics import Metrics
 from .model import ServedModel
+from .refusals import NotReady
 from .runs import Runs
 
 _EVERY_S = 1.0
 _ANSWER_S = 3.0  # a lead that hangs must not make the answer hang
 _RECENT_S = 300.0
-_AGAIN_S = 2
-
-
-@dataclass(frozen=True)
-class NotReady:
-    """What the server waits for.
-
-    left_s: seconds until it serves, by the runtime's first start; None: not known.
-    """
-
-    reason: str
-    left_s: float | None = None
-
-    def __str__(self) -> str:
-        return self.reason + ("" if self.left_s is None else f", ready in about {max(1, round(self.left_s))} s")
-
-    @property
-    def retry_after_s(self) -> int:
-        """When to ask again: once it should be ready, else in a moment."""
-        return _AGAIN_S if self.left_s is None else min(60, max(1, math.ceil(self.left_s)))
-
-
 _UNKNOWN = NotReady("the runtime has not answered yet")
 
 

@@ -11,13 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ...errors import CheckpointError, ConfigError, reason
+from ...errors import CheckpointError, ConfigError
 from ...limits import Memory, cores, cores_words, memory, memory_words
 from ..checkpoints.hub import headers, locate
 from ..checkpoints.weight_files import gguf_in
 from ..config import check_model_dir, default_model_dir
 from ..host import cpu, shown, versions
-from ..report.files import check_writable
+from ..report.files import check_writable, writing
 from ..report.output import print_json
 from ..report.tables import facts, progress_on, results, show, size
 from ..topology.inputs import ROUTED
@@ -117,11 +117,8 @@ def _saved(console: Console, out: Path | None) -> dict[str, Any]:
     with progress_on(console) as progress:
         costs = measure_machine(progress)
     for path in (cache_file(), *(() if out is None else (out,))):
-        try:
+        with writing(path, "free the disk, or change its rights"):
             write_costs(costs, path)
-        except OSError as error:
-            what = f"'{path}' cannot be written: {reason(error)}"
-            raise ConfigError(what, "free the disk, or change its rights") from error
         console.print(f"written: {path}", highlight=False, soft_wrap=True)
     return costs.model_dump(mode="json")
 

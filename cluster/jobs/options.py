@@ -225,15 +225,17 @@ def deployed(
     if config.ray.address is not None:
         adopt_mode(config.ray.address)
     from ..deploy import Deployment  # Ray: half a second that a refused command need not pay
+    from ..launch import Launch
 
     check = partial(check_budget, local=config.ray.address is None)
     store = prepared_store(config, settings, progress=not notices.quiet, check=check)
 
     def notify(line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # as `deploy.say`
+        with contextlib.suppress(OSError, ValueError):  # as `launch.say`
             notices.print(line, markup=False, soft_wrap=True)
 
-    return Deployment(config, settings, str(store), notify=notify, on_ray=on_ray, step=step, lost=lost)
+    launch = Launch(config, settings, str(store), notify=notify, step=step)
+    return Deployment(launch, on_ray=on_ray, lost=lost)
 
 
 def checked_settings(config: RunConfig, *, trace: bool = False) -> tuple[RunConfig, EngineSettings]:

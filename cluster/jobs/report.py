@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ...errors import ConfigError, exit_code, reason, told
+from ...errors import ConfigError, exit_code, told
 from ..report import tables
-from ..report.files import check_folder
+from ..report.files import check_folder, writing
 from ..report.page import report_page
 from ..report.results import read_results
 
@@ -31,11 +31,9 @@ def report_command(
     check_folder(out, "--out")
     refused: list[ConfigError] = []
     page = report_page(read_results(results, refused.append))
-    try:
+    with writing(out, "give another folder"):
         out.mkdir(parents=True, exist_ok=True)
         (out / _NAME).write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{out}' cannot be written: {reason(error)}", "give another folder") from error
     tables.show(tables.results(), f"{out / _NAME}: {tables.size(len(page.encode()))}")
     if refused:
         tables.show(Console(stderr=True), *(f"not shown: {told(error)}" for error in refused))

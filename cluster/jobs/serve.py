@@ -196,7 +196,7 @@ def _serve_own(config: RunConfig, server: ApiSettings, server_socket: ServerSock
 def _serve_attached(address: str, wanted: str | None, server: ApiSettings, server_socket: ServerSocket) -> None:
     """Serve a runtime that stays when this ends. The end of its Ray, or a hang of it, ends this with exit code 1."""
     with server_socket, BoundedEnd(lambda: False) as ending, attached(address) as attachment:
-        from ..deploy import say
+        from ..launch import say
         from ..ray_internals import session_folder
         from ..supervision import RayWatch
 
@@ -226,7 +226,7 @@ def _http_server(
     """The server, announced once it is ready, with the line `where` about its runtime, which has this plan."""
     from ..api.server import HttpServer
     from ..api.templates import end_helper
-    from ..deploy import say
+    from ..launch import say
 
     checks = checks_of(server, server_socket.tls)
     with ExitStack() as stack:

@@ -95,8 +95,8 @@ def serve_until_ended(
         steps = Steps(notices, last.seconds)
         begins(steps)
         deployment = deployed(config, settings, notices, steps, enter, ending.lost)
-        from ..deploy import say  # Ray
-        from ..placement import DeploymentEnded
+        from ..deployed_actors import DeploymentEnded
+        from ..launch import say  # Ray
         from ..ray_internals import session_folder
 
         try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ _OWN_COLOURS = ("#000000", "#9400d3", "#a0522d")
 _MARKERS = "osD^v<>P*Xph8"
 
 
+@contextlib.contextmanager
+def writing(path: Path, remedy: str = "give a path that you may write") -> Iterator[None]:
+    """Inside the block a file or folder is written; an `OSError` of it is a `ConfigError` that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"'{path}' cannot be written: {reason(error)}", remedy) from error
+
+
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write one JSON object; the file is whole or not there, also when the process is killed meanwhile.
 
@@ -26,12 +36,13 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
         ConfigError: the file cannot be written.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise ConfigError(f"'{path}' cannot be written: {error.strerror}", "give a path that you may write") from error
+    with writing(path):
+        try:
+            draft.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
 
 def check_writable(path: Path, what: str = "trace path") -> None:
@@ -82,10 +93,8 @@ def write_timeline(path: Path, events: Sequence[dict[str, Any]]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    try:
+    with writing(path):
         path.write_text(json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"trace path '{path}': {error.strerror}", "give a path that you may write") from error
 
 
 def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[..., None]]:
@@ -97,10 +106,8 @@ def new_figure(path: Path, size: tuple[float, float]) -> tuple[Any, Callable[...
     figure = new_canvas(size)
 
     def save(caption: str = "") -> None:
-        try:
+        with writing(path):
             figure.savefig(path, format="png", dpi=100, metadata={"Description": caption} if caption else None)
-        except OSError as error:
-            raise ConfigError(f"cannot write '{path}': {reason(error)}", "give a path that can be written") from error
 
     return figure, save
 

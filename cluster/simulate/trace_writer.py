@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ...actors.store.artifacts import encode_tensors
 from ...errors import ConfigError, TraceError
+from ..report.files import writing
 from .trace import DECODE, HEADER_NAME, PREFILL, ChunkRecord, Costs, TraceHeader, read_header
 
 CHUNK_BYTES = 16 << 20
@@ -213,13 +214,13 @@ def fresh_folder(out: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file atomically."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        draft.write_bytes(data)
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        what = f"'{path}' cannot be written: {error.strerror}"
-        raise ConfigError(what, "free space, or name another folder") from error
+    with writing(path, "free space, or name another folder"):
+        try:
+            draft.write_bytes(data)
+            draft.replace(path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -182,15 +182,15 @@ def make_plans(
     config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], nodes_from: str,
     notes: Sequence[str] = (), here: bool = True,
 ) -> list[PlanResult]:  # fmt: skip
-    """The plan of each replica, on what those before it leave of the nodes. Arguments as of `make_plan`.
+    """The plan of each replica group, on what those before it leave of the nodes. Arguments as of `make_plan`.
 
-    Mapped pages are shared, so a replica leaves them to the next. Each plan is that of one replica alone.
+    Mapped pages are shared, so a group leaves them to the next. Each plan is that of one group alone.
 
     Raises:
-        ConfigError, BudgetError: as `make_plan`; the message says which replica finds no room.
+        ConfigError, BudgetError: as `make_plan`; the message says which replica group finds no room.
     """
     replicas, plans = config.cluster.replicas, list[PlanResult]()
-    more = [f"{replicas} replicas: each has these actors and this budget, on the same mapped store"]
+    more = [f"{replicas} replica groups: each has these actors and this budget, on the same mapped store"]
     notes = [*notes, *(more if replicas > 1 else [])]
     for index in range(replicas):
         try:
@@ -198,7 +198,7 @@ def make_plans(
         except ConfigError as error:
             if index == 0:
                 raise
-            what = f"replica {index + 1} of {replicas} does not fit beside the replicas before it: {error.what}"
+            what = f"replica group {index + 1} of {replicas} does not fit beside those before it: {error.what}"
             raise type(error)(what, f"{error.remedy}; or lower cluster.replicas") from error
         nodes = [_without_loads(node, plans[-1].topology.loads) for node in nodes]
     return plans

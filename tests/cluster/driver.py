@@ -17,6 +17,7 @@ from fakes import FAKE_FACTS, FakeStore, FakeWorker, StuckWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.launch import Launch, StandIns
 from tiermoe.errors import RuntimeFailure
 
 
@@ -30,10 +31,8 @@ def main() -> None:
     # auto would open the store, which is none
     ray = RaySettings(address=sys.argv[2] if sys.argv[1] == "join" else None)
     config = RunConfig(threads=1, policy="next-gate", ray=ray)
-    deployment = Deployment(
-        config, engine_settings(config), "store", worker_class=worker, store_class=FakeStore, facts=FAKE_FACTS,
-        step=announce,
-    )  # fmt: skip
+    stand_ins = StandIns(worker, FakeStore, FAKE_FACTS)
+    deployment = Deployment(Launch(config, engine_settings(config), "store", stand_ins, step=announce))
     try:
         with deployment as runtime:
             print("READY", flush=True)

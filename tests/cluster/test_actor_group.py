@@ -17,7 +17,7 @@ from serving import default_model_greedy
 from tiermoe.cluster.attach import ActorRecord, actor_records
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.deploy import Deployment
-from tiermoe.cluster.placement import role_of
+from tiermoe.cluster.deployed_actors import role_of
 
 _TOKENS = 64
 

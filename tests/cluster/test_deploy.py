@@ -17,13 +17,13 @@ from fakes import FAKE_FACTS, FakeStore, FakeWorker, RefusingWorker, StuckWorker
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.launch import Launch, StandIns
 from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure, StoreError
 
 
 def _deployment(store: str = "store", worker: type = FakeWorker, **config: Any) -> Deployment:
     run = RunConfig(**{"threads": 1, "policy": "next-gate"} | config)  # auto would open the store, which is none
-    settings = engine_settings(run)
-    return Deployment(run, settings, store, worker_class=worker, store_class=FakeStore, facts=FAKE_FACTS)
+    return Deployment(Launch(run, engine_settings(run), store, StandIns(worker, FakeStore, FAKE_FACTS)))
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from ray_nodes import joining_environment as environment
 
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.launch import Launch, StandIns
 from tiermoe.errors import ConfigError, RuntimeFailure
 
 _DRIVER = Path(__file__).with_name("driver.py")
@@ -55,7 +56,7 @@ def test_another_authentication_mode_is_one_line_at_once(address: str) -> None:
 @pytest.mark.parametrize(("address", "error"), [("127.0.0.1:1", RuntimeFailure), ("nonsense", ConfigError)])
 def test_an_address_without_ray_fails_at_once(address: str, error: type[Exception]) -> None:
     config = RunConfig(threads=1, policy="next-gate", ray=RaySettings(address=address))
-    deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS)
+    deployment = Deployment(Launch(config, engine_settings(config), "store", StandIns(facts=FAKE_FACTS)))
     with pytest.raises(error, match=f"'{address}'"), deployment:
         pytest.fail("started")
 

@@ -38,7 +38,7 @@ _MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGA
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, dict[str, Any]]]:
     """Address and OpenAPI document."""
-    from tiermoe.cluster.api.connections import TimedConnection
+    from tiermoe.cluster.api.connections import BoundedConnection
 
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
     limits = LimitSettings(body_s=_SILENCE_S)
@@ -46,7 +46,7 @@ def server() -> Iterator[tuple[str, dict[str, Any]]]:
     model = ServedModel("fake", backend.plan, tokenizer, template, limits)
     app = make_app(model, Runs(backend, tokenizer, limits), None)
     config = uvicorn.Config(
-        app, http=TimedConnection, timeout_keep_alive=_SILENCE_S, lifespan="off", log_config=None
+        app, http=BoundedConnection, timeout_keep_alive=_SILENCE_S, lifespan="off", log_config=None
     )
     serving = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.launch import Launch
 from tiermoe.errors import TierMoeError
 
 
@@ -48,7 +49,7 @@ class Driver:
 
     def start(self, tell: Callable[..., None], options: dict[str, Any], store: str) -> dict[str, Any]:
         config = load_run_config(None, options)
-        deployment = Deployment(config, engine_settings(config), store)
+        deployment = Deployment(Launch(config, engine_settings(config), store))
         deployment.__enter__()
         self._deployment = deployment
         return {"plan": deployment.plan, "topology": deployment.topology.as_dict(), "startup_s": deployment.startup_s}

@@ -298,11 +298,9 @@ def _gzip(content: bytes) -> bytes:
 
 
 _PLAIN = b'{"prompt": "hi"}'
-_BARE = zlib.compressobj(wbits=-zlib.MAX_WBITS)
 _CODED = {
     "gzip": _gzip(_PLAIN), "x-gzip": _gzip(_PLAIN), "identity, gzip": _gzip(_PLAIN),
-    "GZip": _gzip(_PLAIN[:5]) + _gzip(_PLAIN[5:]), "deflate": zlib.compress(_PLAIN),
-    " Deflate ": _BARE.compress(_PLAIN) + _BARE.flush(), "identity": _PLAIN, "": _PLAIN,
+    " GZip ": _gzip(_PLAIN), "deflate": zlib.compress(_PLAIN), "identity": _PLAIN, "": _PLAIN,
 }  # fmt: skip
 
 
@@ -329,7 +327,6 @@ def test_the_limit_is_of_the_decoded_body() -> None:
     assert send_coded(_gzip(b" " * (2**20 - len(_PLAIN)) + _PLAIN), "gzip", limits).status_code == 200
     assert error(send_coded(_gzip(b" " * 2**20 + _PLAIN), "gzip", limits))[0] == 413
     assert error(send_coded(zlib.compress(b" " * 2**20 + _PLAIN), "deflate", limits))[0] == 413
-    assert error(send_coded(_gzip(b"") * 2000, "gzip", limits))[2].startswith("the body has more than 1000")
 
 
 @pytest.mark.parametrize(
@@ -341,7 +338,7 @@ def test_the_limit_is_of_the_decoded_body() -> None:
         ("gzip", _gzip(_PLAIN)[:-3], 400, "ends before its gzip data"),
         ("gzip", _gzip(_PLAIN)[:5], 400, "ends before its gzip data"),
         ("deflate", b"x", 400, "ends before its deflate data"),
-        ("gzip", _gzip(_PLAIN) + b"{}", 400, "is not valid gzip"),
+        ("gzip", _gzip(_PLAIN) * 2, 400, "bytes behind its gzip data"),
         ("deflate", zlib.compress(_PLAIN) + b"{}", 400, "bytes behind its deflate data"),
         ("gzip", b"", 400, "the body is missing"),
     ],

@@ -183,5 +183,5 @@ def test_redraw_draws_beside_the_data_and_refuses_what_has_no_figure(tmp_path: P
             redraw([tmp_path / name])
     (tmp_path / "ndp-similarity.png").unlink()
     (tmp_path / "ndp-similarity.png").mkdir()
-    with pytest.raises(ConfigError, match="cannot write"):
+    with pytest.raises(ConfigError, match="cannot be written"):
         redraw([tmp_path / "ndp.json"])

@@ -204,7 +204,7 @@ def test_only_four_files_start_place_and_end() -> None:
                 found.add(_module(path))
         if any("placement_group" in name or "scheduling_strategies" in name for name in _all_imports()[_module(path)]):
             found.add(_module(path))
-    assert found == {"cluster.ray_session", "cluster.placement", "cluster.attach", "cluster.jobs.bench.nodes"}
+    assert found == {"cluster.ray_session", "cluster.deployed_actors", "cluster.attach", "cluster.jobs.bench.nodes"}
 
 
 def test_the_driver_needs_no_torch() -> None:

@@ -121,7 +121,7 @@ def test_one_of_several_replicas_is_started(checkpoint: Path, capsys: pytest.Cap
     """All were started and one was used."""
     llm = tiermoe.LLM(str(checkpoint), progress=True, cluster={"replicas": 2})
     assert llm.config.cluster.replicas == 1
-    assert "one of 2 replicas is started: `tiermoe serve` and `up` use them all" in capsys.readouterr().err
+    assert "one of 2 replica groups is started: `tiermoe serve` and `up` use them all" in capsys.readouterr().err
 
 
 def test_a_started_process_imports_nothing_from_the_user_s_folder(

@@ -8,7 +8,7 @@ import pytest
 from fakes import FAKE_FACTS
 
 from tiermoe.cluster.config import engine_settings, load_run_config
-from tiermoe.cluster.placement import family, new_id, replica_id, split_name
+from tiermoe.cluster.deployed_actors import family, group_id, new_id, split_name
 from tiermoe.cluster.topology.estimate import PlanResult, make_plans
 from tiermoe.cluster.topology.inputs import local_ray
 from tiermoe.cluster.topology.spec import NodeInfo
@@ -31,13 +31,13 @@ def test_replicas_share_mapped_pages_and_nothing_else() -> None:
     assert mapped > 0
     first, second = _plans(2, memory=2 * own + mapped)
     assert first.topology.actors == second.topology.actors == alone.topology.actors
-    assert any("2 replicas" in note for note in first.notes)
-    with pytest.raises(ConfigError, match=r"replica 2 of 2 does not fit.*host memory.*lower cluster.replicas"):
+    assert any("2 replica groups" in note for note in first.notes)
+    with pytest.raises(ConfigError, match=r"replica group 2 of 2 does not fit.*host memory.*lower cluster.replicas"):
         _plans(2, memory=2 * own + mapped - 1)
 
 
 def test_replicas_count_the_cpus_of_those_before_them() -> None:
-    with pytest.raises(ConfigError, match=r"replica 2 of 2 does not fit.*CPU"):
+    with pytest.raises(ConfigError, match=r"replica group 2 of 2 does not fit.*CPU"):
         _plans(2, CPU=float(local_ray_cpus()))
 
 
@@ -48,7 +48,7 @@ def local_ray_cpus() -> int:
 
 def test_the_actors_of_replicas_have_the_deployments_id() -> None:
     name = new_id()
-    second = replica_id(name, 1)
-    assert replica_id(name, 0) == name
+    second = group_id(name, 1)
+    assert group_id(name, 0) == name
     assert split_name(f"{second}/ndp/0") == (second, "ndp/0")
     assert family(second) == family(name) == name

@@ -23,10 +23,10 @@ from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.cluster.attach import actor_records
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
+from tiermoe.cluster.deployed_actors import new_id, split_name
 from tiermoe.cluster.jobs.doctor import routed_expert_elements
 from tiermoe.cluster.jobs.options import refuse_runtime_options
 from tiermoe.cluster.jobs.status_command import _plain
-from tiermoe.cluster.placement import new_id, split_name
 from tiermoe.cluster.ray_session import as_failure, without_ray_notices
 from tiermoe.cluster.report.files import check_writable, write_timeline
 from tiermoe.cluster.report.runtime import placed_tables, plan_table

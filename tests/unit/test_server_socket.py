@@ -95,7 +95,7 @@ def test_the_server_socket_says_how_long_the_start_takes() -> None:
         assert health.status_code == 200
         refused = http.post("/v1/completions", json={"prompt": "p"})
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"].startswith("the server starts: starting Ray; ready in about 3")
+        assert refused.json()["error"]["message"].startswith("the server starts: starting Ray, ready in about 3")
 
 
 def test_a_page_that_is_allowed_reads_that_the_server_starts() -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from tiermoe.cluster import actor_group
 from tiermoe.cluster.actor_group import ActorGroup
 from tiermoe.cluster.config import RunConfig, engine_settings
+from tiermoe.cluster.launch import Launch
 from tiermoe.cluster.report import steps as module
 from tiermoe.cluster.report.steps import LastStart, Steps, left_s
 from tiermoe.cluster.topology.spec import PlannedActor, Role, Topology
@@ -130,8 +131,9 @@ def test_the_lead_is_the_first_process_of_a_machine(monkeypatch: pytest.MonkeyPa
     topology = Topology((planned("directory"), planned("store", 0), planned("ndp"), planned("lead", 0)), (), ())
     monkeypatch.setattr(actor_group, "ExpertStore", MagicMock())
     monkeypatch.setattr(actor_group, "ray", MagicMock())
-    settings, placement = engine_settings(RunConfig(policy="auto")), MagicMock(make=make)
-    group = ActorGroup("abcdef", topology, placement, settings, "store", True, top_k=2)
+    config = RunConfig(policy="auto")
+    launch = Launch(config, engine_settings(config), "store")
+    group = ActorGroup("abcdef", MagicMock(topology=topology), MagicMock(make=make), launch)
     monkeypatch.setattr(group, "_wait", lambda *args: None)
     group.start(lambda: 1.0)
     assert made == ["GpuWorker", "EndpointDirectory", "StoreWorker", "NdpWorker"]

@@ -12,15 +12,15 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes import FAKE_FACTS
 from ray.exceptions import ActorDiedError, RayTaskError
 from rich.console import Console
 
 from tiermoe.cluster import deploy, supervision
 from tiermoe.cluster.attach import ActorRecord, Lead
 from tiermoe.cluster.config import RunConfig, engine_settings
-from tiermoe.cluster.deploy import Deployment, say
-from tiermoe.cluster.placement import remake
+from tiermoe.cluster.deploy import Deployment
+from tiermoe.cluster.deployed_actors import remake
+from tiermoe.cluster.launch import Launch, say
 from tiermoe.cluster.supervision import LeadKeeper, WorkerKeeper
 from tiermoe.errors import LoopDied, RuntimeFailure, StoreError, TierMoeError
 
@@ -201,8 +201,8 @@ def test_a_worker_whose_file_does_not_verify_is_made_until_it_does(fake: FakeRay
     assert said[1:] == ["store/0 serves again: its files are whole"]
 
 
-class FakeReplica:
-    """One replica: its lead fails with `failure`."""
+class FakeGroup:
+    """One replica group: its lead fails with `failure`."""
 
     def __init__(self) -> None:
         self.failure: TierMoeError | None = None
@@ -216,9 +216,9 @@ class FakeReplica:
 def test_one_lead_that_fails_ends_nothing_while_another_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three deaths of one of two leads ended the server."""
     config, said = RunConfig(threads=1, cluster={"replicas": 2}), list[str]()
-    deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS, notify=said.append)
-    first, second = FakeReplica(), FakeReplica()
-    deployment._replicas = [first, second]  # type: ignore[list-item]
+    deployment = Deployment(Launch(config, engine_settings(config), "store", notify=said.append))
+    first, second = FakeGroup(), FakeGroup()
+    deployment._groups = [first, second]  # type: ignore[list-item]
     first.failure = RuntimeFailure("lead 1 of 2 died 3 times within 60 s", "see its log")
     assert deployment.watch()
     assert deployment.watch()
@@ -237,10 +237,10 @@ def test_one_lead_that_fails_ends_nothing_while_another_serves(monkeypatch: pyte
 def test_a_raylet_that_leaves_is_no_end_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GCS removes the reservations of a node that leaves: `serve` ended with exit code 0 and without a word."""
     config = RunConfig(threads=1)
-    deployment = Deployment(config, engine_settings(config), "store", facts=FAKE_FACTS)
-    replica = FakeReplica()
-    deployment._replicas = [replica]  # type: ignore[list-item]
-    replica.ended, replica.failure = True, RuntimeFailure("the worker failed: its process ended", "start it again")
+    deployment = Deployment(Launch(config, engine_settings(config), "store"))
+    group = FakeGroup()
+    deployment._groups = [group]  # type: ignore[list-item]
+    group.ended, group.failure = True, RuntimeFailure("the worker failed: its process ended", "start it again")
     monkeypatch.setattr(deploy, "node_lives", lambda: False)
     with pytest.raises(RuntimeFailure, match="raylet on this machine ended"):
         deployment.watch()
@@ -337,7 +337,7 @@ def test_a_line_that_cannot_be_written_ends_no_process(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "stderr", FullDisk())
     say("ndp/0 died")
     deployment = options.deployed(config, engine_settings(config), Console(stderr=True), lambda step: None)
-    deployment._notify("ndp/0 died")
+    deployment._launch.notify("ndp/0 died")
 
 
 @pytest.mark.parametrize(("title", "killed"), [("ray::GpuWorker", True), ("another program", False)])

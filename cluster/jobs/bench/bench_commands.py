@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from ....errors import ConfigError, reason
+from ....errors import ConfigError
 from ...commands import Group
-from ...report.files import check_writable
+from ...report.files import check_writable, writing
 from ...report.tables import show
 from ..options import as_command
 from .cases import Serve, command
@@ -151,10 +151,8 @@ def _write_html(html: Path, report: Report, title: str) -> None:
     from ...report.results import measurements
 
     page = report_page(measurements(report.as_dict(), "this run"), title)
-    try:
+    with writing(html, "give another path"):
         html.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{html}' cannot be written: {reason(error)}", "give another path") from error
 
 
 @contextmanager

@@ -11,10 +11,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from ....errors import ConfigError
 from ...commands import Command
 from ...config import RunConfig
-from ...report.files import check_writable, write_json
+from ...report.files import check_writable, write_json, writing
 from ...report.output import print_json
 from ...report.results import exit_code_of
 from ...report.tables import progress_on, results, show
@@ -72,12 +71,10 @@ def file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
     """
     if out is None or out.suffix == ".json":
         return out, None
-    try:
+    with writing(out, "give another folder"):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-    except OSError as error:
-        raise ConfigError(f"'{out}' cannot be written: {error.strerror}", "give another folder") from error
     return None, out
 
 

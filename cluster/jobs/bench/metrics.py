@@ -15,8 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from ....errors import ConfigError, reason
 from ...host import cpu, now, versions
+from ...report.files import writing
 from ...report.results import refusals
 from ...report.tables import Grid, grid, show
 
@@ -170,11 +170,9 @@ def fill_page(page: Path, lines_of: Callable[[str], Sequence[str]], blank: str =
     Raises:
         ConfigError: it cannot be read or written.
     """
-    try:
+    with writing(page, "give another folder"):
         before = page.read_text(encoding="utf-8") if page.exists() else blank
         page.write_text(fill_tables(before, lines_of), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{page}' cannot be written: {reason(error)}", "give another folder") from error
 
 
 def rounded(value: Any) -> Any:

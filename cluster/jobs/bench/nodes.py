@@ -1,7 +1,7 @@
 """An experiment's cells as Ray tasks over the nodes of a cluster, one timed cell a node at a time; or processes here.
 
 Each cell has a node and a process of its own. A lost node's cell runs again on another node; a node that joins takes
-part. `ray_session.py`, `placement.py` and `attach.py` also place work on nodes.
+part. `ray_session.py`, `deployed_actors.py` and `attach.py` also place work on nodes.
 """
 
 from __future__ import annotations

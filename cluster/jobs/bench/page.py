@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
-from ....errors import ConfigError, reason
-from ...report.files import new_figure, room_around, series_style, write_caption
+from ....errors import ConfigError
+from ...report.files import new_figure, room_around, series_style, write_caption, writing
 from ...report.results import measured_rows
 from .metrics import Row, Spread, fill_page, markdown, paired
 
@@ -215,10 +215,8 @@ def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -
         ConfigError: the folder is not writable, or the page has an unknown block.
     """
     record = small(record)
-    try:
+    with writing(folder, "give another folder"):
         (folder / f"{experiment.stem}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"'{folder}' cannot be written: {reason(error)}", "give another folder") from error
     names = ("run", *(("bars",) if experiment.needs_model else ()), *experiment.tables)
     blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
     blank = "\n".join([f"# {experiment.title}\n", *blocks, *(f"![{name}]({name})\n" for name in experiment.figures)])

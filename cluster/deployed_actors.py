@@ -1,4 +1,4 @@
-"""The plan's reservations on Ray: its placement groups, and the options with which each actor is made.
+"""The actors of a deployment on Ray: their names, the groups reserved for them, and how each is made and ended.
 
 In Ray an actor of a deployment is called `ID/ROLE`, in the namespace of `ray_session`, a placement group `ID/GROUP`.
 Actors of a group start in their bundle. The others (NDP workers, marked stores, the endpoint directory) are softly
@@ -42,14 +42,14 @@ def role_of(actor: PlannedActor) -> str:
     return {"lead": LEAD, "directory": ENDPOINTS, "matcher": MATCHER}.get(actor.role, f"{actor.role}/{actor.index}")
 
 
-def replica_id(deployment: str, index: int) -> str:
-    """What the names of a replica's actors begin with: the deployment's id, and but for the first the number."""
+def group_id(deployment: str, index: int) -> str:
+    """What the names of a replica group's actors begin with: the deployment's id, and but for the first the number."""
     return f"{deployment}.{index}" if index else deployment
 
 
-def family(replica: str) -> str:
-    """The deployment's id of a replica's."""
-    return replica.partition(".")[0]
+def family(group: str) -> str:
+    """The deployment's id of a replica group's."""
+    return group.partition(".")[0]
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -62,11 +62,11 @@ class DeploymentEnded(RuntimeFailure):
     """The deployment was ended in order while it was starting."""
 
 
-class Placement:
-    """Where the actors of one deployment go.
+class Reservation:
+    """The placement groups of one replica group, in which its actors are made.
 
     Args:
-        name: the deployment's id, with which all names begin.
+        name: the replica group's id, with which all names begin.
         local: whether this Ray has one node and only this deployment's actors.
         notify: called with a line about what the start waits for.
     """
