@@ -432,8 +432,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     placer = AutoPlacer(cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
-    native.run_natively(layers)
+    layers = native.layers_of(cast(Any, backend), placer, kernel, placer.hooks)
     local, used, now_s = 0, [], 1.0
     placer._clock = lambda: now_s
     for _ in range(40):
@@ -451,7 +450,6 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
         cache.check_integrity()
     placer.begin_forward([])
     assert local == 36  # planned are four, after the first eight
-    assert native.planned == local * LAYERS  # each in one call
     assert [(layer, sorted(ids)) for what, layer, ids in [one for one in planner.told if one[0] == "used"]] == used
     assert len([one for one in planner.told if one[0] == "plan"]) == (40 - local) * LAYERS
     native.cache.close(), python.cache.close()
@@ -492,8 +490,7 @@ def _local(slots: int, planner: Any) -> tuple[Stack, AutoPlacer, list[MoeLayer]]
     placer = AutoPlacer(stack.cache, EXPERTS, None, None, order, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = stack.layers[0].backend, stack.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, stack.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
-    stack.run_natively(layers)
+    layers = stack.layers_of(cast(Any, backend), placer, kernel, placer.hooks)
     return stack, placer, layers
 
 
@@ -552,7 +549,6 @@ def test_without_workers_prompts_are_local_too_and_native_code_counts_their_expe
     forward(("a", 1, True), ("b", 1, True), ("c", 1, True))
     parts = np.rint(both * 0.75).astype(int) + np.rint(both * 0.25).astype(int)
     assert planner.told[0] == ("prompt_end", (alone + parts).tolist(), 16, 3, 3)
-    assert stack.planned == 4 * LAYERS  # each in one call
     assert not [one for one in planner.told if one[0] == "plan"]
     placer.begin_forward([])
     assert [one[1] for one in planner.told if one[0] == "used"] == list(range(LAYERS))  # of the decode alone
@@ -658,8 +654,7 @@ def test_worth_that_is_no_number_leaves_first() -> None:
     assert order.victims(4, lambda key: True) == [1, 2, 3, 0]
 
 
-def test_only_local_forwards_run_in_one_call() -> None:
-    """Joined layers ask no placer: a forward that is planned must not be one."""
+def test_layers_in_one_call_ask_the_placer_where_it_plans() -> None:
     (stack, placer, layers), calls = _local(6, Scripted()), list[int]()
     placer._pool = cast(Any, Pool())
 
@@ -692,9 +687,7 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     reference = planner()
     cast(WorthEviction, python.cache.eviction).bind(slots, reference.worths)
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, native.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
-    native.run_natively(layers)
-    assert all(layer.joinable is not None for layer in layers)
+    layers = native.layers_of(cast(Any, backend), placer, kernel, placer.hooks)
     told = list[tuple[int, Any]]()
     for _ in range(60):
         native.cache.begin_forward(True), python.cache.begin_forward(True)

@@ -147,8 +147,6 @@ class AutoPlacer(PeerPlacer):
         reader: of the routers' scores, which `score` gives; None: the planner goes by none.
     """
 
-    always = False  # as a Watcher and as an AheadHook
-
     def __init__(
         self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool | None,
         order: WorthOrder | None, probe: Callable[[], Costs], make: MakePlanner, score: Score | None = None,
@@ -359,14 +357,8 @@ class AutoPlacer(PeerPlacer):
         """As a `Watcher`."""
         return None
 
-    def native(self, index: int) -> None:
-        """As an `AheadHook`: native code cannot do it."""
-        return None
-
-    def idle(self, index: int) -> bool:
-        return self.local
-
-    def skip(self, index: int, view: Any) -> None:
+    def native(self, index: int, to: Any) -> None:
+        """As an `AheadHook`: it is Python's."""
         return None
 
     def layer(self, index: int, view: Any) -> None:
