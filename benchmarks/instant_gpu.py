@@ -22,7 +22,6 @@ from cProfile import Profile
 from functools import cache, partial
 from pathlib import Path
 from pstats import Stats
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch

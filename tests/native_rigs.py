@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
 from tiermoe.actors.engine.cache.native_order import SplitOrder, fast_eviction
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
-from tiermoe.actors.engine.host_view import Asked, HostViews
 from tiermoe.actors.engine.executors import executor_of
+from tiermoe.actors.engine.host_view import Asked, HostViews
 from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer, Shared
 from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching

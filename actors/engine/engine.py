@@ -322,7 +322,8 @@ class ExpertEngine:
         if self.device.executor == "real":
             row = torch.zeros(1, shape.hidden, dtype=cache.pool.dtype, device=self.device.torch_device)
             views.warm(len(blocks), row, self.top_k)
-        backend, shared = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel), Shared(len(blocks) - 1)
+        backend = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel)
+        shared = Shared(len(blocks) - 1)
         if self.prefetching is not None:
             shared.at_end.append(self.prefetching.ended)
         for i, block in enumerate(blocks):

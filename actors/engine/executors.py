@@ -1,11 +1,9 @@
 """The executors of a layer's pass, and the one place where a layer gets its own.
 
-| kernel of the layer                                      | executor                                                   |
-|----------------------------------------------------------|------------------------------------------------------------|
-| C++ on float32 slots, no norm behind the experts          | `CpuExecutor`; experts of many rows and replicas of few bits |
-|                                                           | by calls to Python's kernels                               |
-| Triton's, no norm, no replicas                            | `GpuExecutor`; other types and row counts as `PythonExecutor` |
-| others: dtypes, published forms, norms, replicas on a GPU | `layer.PythonExecutor`                                     |
+    kernel of the layer                                   executor
+    C++ on float32 slots, no norm behind the experts      CpuExecutor: many rows and replicas by Python's kernels
+    Triton's, no norm, no replicas                        GpuExecutor: other types and row counts by Python's kernels
+    others (dtypes, published forms, norms, replicas)     layer.PythonExecutor
 
 A layer's rule and what looks ahead are native where native code has them (`native` of a hook), else Python's.
 """
@@ -135,7 +133,7 @@ class CpuExecutor(NativeExecutor):
     def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """hidden [T, H], ids [T, K], weights [T, K] -> [T, H].
 
-        Raises ValueError: there is no such expert; else what `ExpertCache` and Python's parts do, and nothing is pinned.
+        Raises ValueError: there is no such expert; else what the cache and Python's parts do, and nothing is pinned.
         """
         shape = ids.shape
         tokens, top_k = shape

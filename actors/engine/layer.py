@@ -1,9 +1,9 @@
 """One MoE layer. Its pass is `core::Layer::run` (actors/core/layer.hpp), the only order of a pass.
 
-A layer has one executor, which `executors.executor_of` chooses when the engine is assembled: kernels of native code on the
-CPU, native launches on a GPU, or Python's kernels. Parts of a pass that are Python's (a rule, the placement, peers, what
-looks ahead) are methods of a `Pass`, which the core makes when the first of them is needed; a pass without such parts
-calls no Python.
+A layer has one executor, which `executors.executor_of` chooses when the engine is assembled: kernels of native code on
+the CPU, native launches on a GPU, or Python's kernels. Parts of a pass that are Python's (a rule, the placement, peers,
+what looks ahead) are methods of a `Pass`, which the core makes when the first of them is needed; a pass without such
+parts calls no Python.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Pass:
         self.work: Any = None
 
     def reroute(self) -> tuple[NDArray[Any], NDArray[np.float32], frozenset[int]] | None:
-        """Copies have landed: the ids and weights that run [T, K], and the keys of experts that run on low-bit replicas;
-        None: those that the model picked.
+        """Copies have landed: ids and weights that run [T, K], and keys of experts on low-bit replicas; None: the routing
+        stays as the model picked it.
         """
         low, view = self._low(), self.view
         return (view.ids, view.weights, low) if low or view.ids is not view.picked else None

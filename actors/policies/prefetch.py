@@ -404,7 +404,7 @@ class NextGatePrefetch(LayeredPrefetch):
 
 
 class NativeScores(NamedTuple):
-    """Prefetch by routers' scores for native code. top: experts of a row. votes: ranked by votes; else by the scores."""
+    """Prefetch by routers' scores for native code. top: experts of a row. votes: rank by votes; else by scores."""
 
     top: int
     votes: bool

@@ -668,8 +668,9 @@ def test_layers_in_one_call_ask_the_placer_where_it_plans() -> None:
     for way in (0, 1, 0):
         placer.faster.only = way
         placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
-        assert joined.run(0, [hidden], hidden, hidden) == way * LAYERS
-    assert calls == [LAYERS]
+        assert joined.run(0, [hidden], hidden, hidden) == LAYERS
+        assert layers[0].shared.planned.now == (way == 0)
+    assert calls == [LAYERS] * 3
     stack.cache.close()
 
 

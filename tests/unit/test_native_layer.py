@@ -198,6 +198,7 @@ def _prefetches_under_way(policy: str, slots: int, held_s: float) -> None:
         assert torch.equal(*outs)
         assert native.known() == python.known()
     source = native.stats.source("test")
+    assert min(source.late, source.hits, source.cancelled) > 0
     native.cache.close(), python.cache.close()
 
 

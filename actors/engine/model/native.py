@@ -116,7 +116,9 @@ class Joined:
         spent, ends, shared = self.spent[at:], at + len(natives) == len(self.layers), layers[0].shared
         shared.begin(inputs, layers[0].placer)
         shared.out = out
-        ran = self._program.run_layers(at + 1, self._handles[at], inputs, out, last if ends else None, self.by_cpu, spent)
+        ran = self._program.run_layers(
+            at + 1, self._handles[at], inputs, out, last if ends else None, self.by_cpu, spent
+        )
         if ran < 0:
             natives[-1 - ran].fail()
         if ends:

@@ -337,8 +337,8 @@ class DropRule(MissRule):
 class Replacement(NamedTuple):
     """`MissRule` of a layer on one GPU for native code, with the arrays of the rule's state.
 
-    tau, beta: None: no gate. full [L] bool, emptied [1] int64: the rule's state. draws [n] float32 and next [1] int64, the
-    first that was not read: in the place of the router's probabilities; None: those are read, where the options ask.
+    tau, beta: None: no gate. full [L] bool, emptied [1] int64: the rule's state. draws [n] float32 and next [1] int64,
+    the first that was not read: in the place of the router's probabilities; None: those are read, if the options ask.
     """
 
     buddies: Buddies
