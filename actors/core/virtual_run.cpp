@@ -19,7 +19,7 @@ void VirtualRun::forward(const Recorded& recorded, const Segments& keep, const B
     for (std::size_t i = 0; i < layers_.size(); ++i) {
         of_.compute(recorded.dense_s);
         const std::int64_t* ids = recorded.ids + static_cast<std::int64_t>(i) * pairs;
-        layers_[i]->run({nullptr, ids, nullptr, recorded.tokens, recorded.top_k, nullptr}, Asking::hooks);
+        layers_[i]->run({nullptr, ids, nullptr, recorded.tokens, recorded.top_k, nullptr});
         if (calls.ran) calls.ran(static_cast<std::int64_t>(i));
     }
 }
@@ -81,12 +81,11 @@ void VirtualLayer::prefetch(const ByScores& scores) {
     if (scores.synchronous && allowed) core_.finish_prefetch(ahead.nearer, layer);
 }
 
-bool VirtualLayer::route(const Given& given, Routed& routed) {
+void VirtualLayer::route(const Given& given, Routed& routed) {
     const std::int64_t pairs = given.tokens * given.top_k;
     picked_.expect(given.ids, pairs);
     picked_.sort(given.ids, given.tokens, pairs, pairs, key(0));
     routed.picked = &picked_;
-    return true;
 }
 
 const Segments& VirtualLayer::here(const Segments& needed) {
@@ -95,7 +94,7 @@ const Segments& VirtualLayer::here(const Segments& needed) {
     return needed;
 }
 
-void VirtualLayer::look_ahead(const Given&, Asking) {
+void VirtualLayer::look_ahead(const Given&) {
     if (of_.scores) {
         prefetch(*of_.scores);
     } else if (of_.calls->ahead) {

@@ -331,8 +331,7 @@ class SimulatedEngine:
             mixed = MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
             rules.append(LowBits(mixed, self.cache, self.header.experts))
         ahead = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
-        watch, own = [] if self._configuring is None else [self._configuring], self._placer.hooks
-        return Hooks(rules, [*watch, *own.watch], [*ahead, *own.ahead])
+        return Hooks(rules, [] if self._configuring is None else [self._configuring], ahead)
 
     def forward(self, parts: Parts) -> None:
         """One forward pass over these iterations; advances the clock."""
