@@ -22,7 +22,6 @@ from cProfile import Profile
 from functools import cache, partial
 from pathlib import Path
 from pstats import Stats
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +32,8 @@ from tiermoe.actors.engine import host_view, make_device
 from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedFetch
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.tables import TableRing
-from tiermoe.actors.engine.native_layer import NativeLayer
+from tiermoe.actors.engine.executors import executor_of
+from tiermoe.actors.engine.layer import Executor, PythonExecutor
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import _launch
@@ -233,15 +233,14 @@ def instant_gpu() -> Iterator[InstantGpu]:
     gpu.copier = tables.copier_of(gpu.device, copying, partial(int, gpu.current()))
     ring = TableRing(gpu)
 
-    def launching(layer: Any, *more: Any) -> NativeLayer | None:
-        """The layer's native calls, which do nothing while the GPU works: the page runs these passes."""
+    def launching(layer: Any) -> Executor:
+        """The layer's executor; while the GPU works Python's kernels run its passes."""
         pool, kernel = layer.cache.pool, layer.kernel
         layer.kernel = TritonKernel(Operands(pool.gate_up, pool.down, None, None), "silu", kernel, ring)
-        native = NativeLayer.of(layer, *more)
+        native: Any = executor_of(layer)
         layer.kernel = Launched(layer.kernel, kernel, gpu)
-        for name in () if native is None else ("run", "run_view"):
-            run = getattr(native, name)
-            setattr(native, name, lambda *given, run=run: None if gpu.works else run(*given))
+        python, run = PythonExecutor(layer), native.run
+        native.run = lambda *given: python.run(*given) if gpu.works else run(*given)
         return native
 
     for owner, name, made in (
@@ -250,7 +249,7 @@ def instant_gpu() -> Iterator[InstantGpu]:
         (make_device, "make_device", lambda *_: CudaDevice(gpu)),
         (engine_module, "fetch_from", lambda _: PinnedFetch(gpu)),
         (engine_module, "activations_of", lambda _: PinnedActivations(gpu)),
-        (engine_module, "NativeLayer", SimpleNamespace(of=launching)),
+        (engine_module, "executor_of", launching),
         (host_view, "upload", lambda array, _: ring.put(array)),
     ):
         before.append((owner, name, getattr(owner, name)))

@@ -69,11 +69,11 @@ def dense_run(program: Program, segment: int, addresses: Sequence[int]) -> None:
     One segment. Raises ValueError: there is no such segment, no step has begun, or an address is missing.
     """
 
-def dense_layers(program: Program, segment: int, layers: Sequence[CapsuleType], rows: int, top_k: int, asking: int, cpu: bool, hidden: int, ids: int, weights: int, out: int, last: int, spent: int) -> int:
+def dense_layers(program: Program, segment: int, layers: Sequence[CapsuleType], rows: int, top_k: int, cpu: bool, hidden: int, ids: int, weights: int, out: int, last: int, spent: int) -> int:
     """
     Layers (`CpuLayer.step`), each with the segment behind it, from this on. How many ran; -1 - n: layer n has failed.
 
-    hidden, ids and weights are the inputs of the first and of the first that did not run. asking: of `Asking`.
+    hidden, ids and weights are the inputs of the first and of the first that did not run.
     last: output of the program's last segment, where it is behind the last of these; else 0. spent: float64
     [layers, 3], seconds that each waited for copies, ran kernels (where it times them) and took; cpu: the last two
     by the thread's CPU time. Raises ValueError: there is no such segment.

@@ -218,17 +218,16 @@ class Program:
 
     def run_layers(
         self, segment: int, layers: list[CapsuleType], inputs: Sequence[torch.Tensor], out: torch.Tensor,
-        last: torch.Tensor | None, asking: int, cpu: bool, spent: NDArray[np.float64],
+        last: torch.Tensor | None, cpu: bool, spent: NDArray[np.float64],
     ) -> int:  # fmt: skip
         """Run layers of experts, and behind each the segment that follows it.
 
         Args:
             segment: behind the first of them.
-            layers: `engine.native_layer.NativeLayer.handle` of each.
+            layers: `engine.executors.CpuExecutor.handle` of each.
             inputs: of the first: hidden [T, H] float32, ids [T, K] int64, weights [T, K] float32; then of the first
                 that did not run.
             out: [T, H], where each layer's result goes. last: that of the last segment, if it is behind the last layer.
-            asking: of `NativeLayer.asking`.
             spent: [layers, 3], gets the seconds that each waited for copies, ran kernels (where it times them), and
                 took; cpu: the last two by the thread's CPU time.
 
@@ -238,7 +237,7 @@ class Program:
         hidden, ids, weights = inputs
         tokens, top_k = ids.shape
         return _cpu.dense_layers(
-            self._made, segment, layers, tokens, top_k, asking, cpu, hidden.data_ptr(), ids.data_ptr(),
+            self._made, segment, layers, tokens, top_k, cpu, hidden.data_ptr(), ids.data_ptr(),
             weights.data_ptr(), out.data_ptr(), 0 if last is None else last.data_ptr(), spent.ctypes.data,
         )  # fmt: skip
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
 from tiermoe.actors.engine.cache.native_order import SplitOrder, fast_eviction
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
+from tiermoe.actors.engine.executors import executor_of
 from tiermoe.actors.engine.host_view import Asked, HostViews
-from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer
-from tiermoe.actors.engine.native_layer import NativeLayer, NativeLayers
+from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer, Shared
 from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
@@ -69,9 +69,7 @@ def kernel_of(pool: SlotPool) -> CpuKernel:
 class Ahead:
     """Prefetches what the test says, at the layer that the test names."""
 
-    always = True
-
-    def native(self, index: int) -> None:
+    def native(self, index: int, to: Any) -> None:
         return None
 
     def __init__(self, cache: ExpertCache) -> None:
@@ -83,12 +81,6 @@ class Ahead:
         if self._cache.governor.allows() and self.wanted:
             self.queued.append(self._cache.prefetch(self.wanted, source="test"))
 
-    def idle(self, index: int) -> bool:
-        return not self.wanted
-
-    def skip(self, index: int, view: Any) -> None:
-        self._cache.governor.allows()
-
 
 class Stack:
     """The layers of one tiny model on one cache.
@@ -96,8 +88,6 @@ class Stack:
     Args:
         native: in native calls; else the page runs every pass, with the order of eviction in Python.
 
-    Attributes:
-        planned: passes in native calls.
     """
 
     def __init__(
@@ -133,29 +123,19 @@ class Stack:
     def _attach(self, hooks: Hooks, native: bool) -> None:
         backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))
         kernel, placer = self.make_kernel(self.pool), Placer(self.cache)
-        self.layers = [
-            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=hooks) for i in range(LAYERS)
+        self.layers = self.layers_of(backend, placer, kernel, hooks, native)
+
+    def layers_of(
+        self, backend: DeviceBackend, placer: Placer, kernel: ExpertKernel, hooks: Hooks, native: bool = True
+    ) -> list[MoeLayer]:
+        """Layers on this cache, with native kernels or Python's."""
+        shared = Shared(LAYERS - 1)
+        shared.at_end += [hook.ended for hook in hooks.ahead if isinstance(hook, RouterPrefetching)]
+        make = executor_of if native else None
+        return [
+            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=hooks, shared=shared, make=make)
+            for i in range(LAYERS)
         ]
-        self.planned = 0
-        if native:
-            self.run_natively(self.layers)
-
-    def run_natively(self, layers: Sequence[MoeLayer]) -> None:
-        """Have these layers on this cache run in native calls, which `planned` counts."""
-        shared = NativeLayers()
-        for layer in layers:
-            found = NativeLayer.of(layer, cast(DeviceBackend, layer.backend), shared)
-            for way in ("run", "run_view"):
-                setattr(found, way, self._counted(getattr(found, way)))
-            layer.run_natively(found)
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            before, out = self.planned, call(*args)
-            self.planned = before + (out is not None)  # one way may call the other
-            return out
-
-        return run
 
     def settle(self) -> None:
         """Let all copies end."""

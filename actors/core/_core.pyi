@@ -527,6 +527,51 @@ class FirstScores:
     def scores(self) -> numpy.typing.NDArray[numpy.float64] | None:
         """[rows, E]; None: there are none."""
 
+class Announced:
+    """
+    What the native prefetch of a forward goes by.
+
+    rows: of the present forward; 0: nobody has announced it. one_row_each: of its sequences. rests: nothing is prefetched.
+    always: routers are asked also where nothing that they may name is absent.
+    """
+
+    def __init__(self) -> None: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @rows.setter
+    def rows(self, arg: int, /) -> None: ...
+
+    @property
+    def one_row_each(self) -> bool: ...
+
+    @one_row_each.setter
+    def one_row_each(self, arg: bool, /) -> None: ...
+
+    @property
+    def rests(self) -> bool: ...
+
+    @rests.setter
+    def rests(self, arg: bool, /) -> None: ...
+
+    @property
+    def always(self) -> bool: ...
+
+    @always.setter
+    def always(self, arg: bool, /) -> None: ...
+
+class Planned:
+    """Whether the placement decides the present forward: `Parts::planned`."""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def now(self) -> bool: ...
+
+    @now.setter
+    def now(self, arg: bool, /) -> None: ...
+
 class Layer:
     """
     A layer's pass in one call; routers are named by their numbers there, -1: none.
@@ -536,9 +581,20 @@ class Layer:
 
     def replace_missing(self, router: int, draws: int, drawn: int, next: int, full: int, emptied: int, buddies: int, similarity: int, options: tuple[int, int, int, int, int, int, float, float, float, float, float, float, bool, bool, bool], beta: float) -> None: ...
 
-    def ask_routers(self, router: int, first: int, layers: int, by: ByScores) -> None: ...
+    def ask_routers(self, router: int, first: int, layers: int, by: ByScores, of: Announced) -> None: ...
 
     def release_slots(self, own: int, router: int, threshold: float, most: int, state: CapsuleType, first: FirstScores) -> None: ...
+
+    def parts(self, begin: object, planned: Planned, rule: bool, ahead: bool, watched: bool, decides: bool, alone: bool) -> None:
+        """
+        Parts in Python, behind the native ones: methods of what `begin` makes (`engine.layer.Pass`).
+
+        rule, ahead: there are such. watched: it says who runs where in each pass; else in planned ones, and, where it decides, in
+        those of many rows. alone: planned passes have no native rule or prefetch.
+        """
+
+    def placement(self, of: Placement) -> None:
+        """It decides in place of Python's part."""
 
     def time(self, by_cpu: bool | None) -> None:
         """
@@ -557,9 +613,7 @@ class CpuLayer(Layer):
     def router(self, weight: int, bias: int, outputs: int, soft: int) -> int:
         """The number of a linear router of these addresses."""
 
-    def call(self, hooks: Callable) -> None: ...
-
-    def run(self, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int, asking: int) -> bool: ...
+    def run(self, hidden: int, ids: int, weights: int, tokens: int, top_k: int, out: int) -> None: ...
 
     @property
     def step(self) -> CapsuleType: ...
@@ -567,15 +621,15 @@ class CpuLayer(Layer):
     def fail(self) -> None: ...
 
 class PythonLayer(Layer):
-    """A layer whose parts are methods of Python (`engine.layer.Pass`)."""
+    """A layer whose routing and kernels are Python's."""
 
-    def __init__(self, core: Core, index: int, experts: int, neurons: int, all: CpuLayers) -> None: ...
+    def __init__(self, core: Core, index: int, experts: int, neurons: int, all: CpuLayers, begin: object) -> None:
+        """
+        begin: makes the `engine.layer.Pass` of the present pass; it refers weakly to what holds this layer.
+        """
 
-    def placement(self, of: Placement) -> None:
-        """In place of `parts.place`."""
-
-    def run(self, parts: object) -> object:
-        """One pass; what `parts.combine` gives."""
+    def run(self) -> object:
+        """One pass; what `Pass.combine` gives."""
 
 class GpuLayer(Layer):
     """
@@ -589,11 +643,7 @@ class GpuLayer(Layer):
     def router(self, operands: object | None, outputs: int) -> int:
         """The number of a router (weight, bias, layers, softmax), or of another."""
 
-    def call(self, hooks: Callable) -> None: ...
-
-    def run(self, hidden: object, ids: object, weights: object, asking: int) -> object: ...
-
-    def run_view(self, hidden: object, ids: object, weights: object) -> object: ...
+    def run(self, hidden: object, ids: object, weights: object) -> object: ...
 
     @property
     def read_s(self) -> tuple[float, float]:

@@ -3,11 +3,17 @@
 #include <cxxabi.h>
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "../../kernels/cpu/sizes.hpp"
 
 namespace tiermoe::core {
+namespace {
+
+constexpr std::int64_t kKeptPairs = 1 << 12;  // whose rows have the same memory in each pass
+
+}  // namespace
 
 CpuLayer::CpuLayer(Core& core, const Place& place, const Shape& shape, const KernelTable& kernels, CpuLayers& all)
     : Layer(core, place, kernels, all), shape_(shape), all_(all), step_{step, this} {
@@ -22,35 +28,48 @@ const float* CpuLayer::scores(const Given& given, Router router) {
 }
 
 void CpuLayer::compute(const Given& given, const Routed& routed) {
-    const auto size = static_cast<std::size_t>(given.tokens * routed.top_k * shape_.width);
-    if (all_.y.size() < size) all_.y.resize(size);
+    const std::int64_t pairs = given.tokens * routed.top_k;
+    const auto size = static_cast<std::size_t>(pairs * shape_.width);
+    std::unique_ptr<float[]> own;  // prompts' memory is not kept
+    if (pairs > kKeptPairs) {
+        own.reset(new float[size]);
+    } else if (all_.y.size() < size) {
+        all_.y.resize(size);
+    }
+    float* const y = own ? own.get() : all_.y.data();
+    if (away_) std::fill_n(y, size, 0.0f);  // where no kernel writes
     const auto timing = [this](auto&& compute) {
         const double began_s = timed_s();
         compute();
         kernels_s() += timed_s() - began_s;
     };
-    for (const std::vector<Group>* groups = &next(); !groups->empty(); groups = &next())
-        timing([&] {
-            kernels().expert_ffn(given.hidden, shape_.gate_up, shape_.down, picked_.order.data(), groups->data(),
-                                static_cast<std::int64_t>(groups->size()), routed.top_k, shape_.width, shape_.activation,
-                                all_.y.data(), all_.sums.data());
-        });
-    timing([&] {
-        kernels().combine(all_.y.data(), routed.weights, given.tokens, routed.top_k, shape_.width, given.out);
+    while (next()) timing([&] {
+        const std::vector<Group>* few = &picked_.found();
+        if (routed.large || !picked_.replicas.empty()) {
+            few_.clear(), many_.clear();
+            for (const Group& g : picked_.found()) (g.stop - g.start > place().max_rows ? many_ : few_).push_back(g);
+            few = &few_;
+            if (!many_.empty() || !picked_.replicas.empty()) parts_->kernels(*this, many_, picked_.replicas, y);
+        }
+        kernels().expert_ffn(given.hidden, shape_.gate_up, shape_.down, picked_.order.data(), few->data(),
+                            static_cast<std::int64_t>(few->size()), routed.top_k, shape_.width, shape_.activation, y,
+                            all_.sums.data());
     });
+    timing([&] { kernels().combine(y, routed.weights, given.tokens, routed.top_k, shape_.width, given.out); });
+    added();
 }
 
-Stepped CpuLayer::step(void* self, const Given& given, Asking asking, Spent& spent) {
+bool CpuLayer::step(void* self, const Given& given, Spent& spent) {
     CpuLayer& layer = *static_cast<CpuLayer*>(self);
     try {
-        const Stepped how = layer.run(given, asking);
+        layer.run(given);
         spent = layer.spent();
-        return how;
+        return true;
     } catch (const abi::__forced_unwind&) {  // the thread ends: nobody may stop it
         throw;
     } catch (...) {
         layer.failure_ = std::current_exception();
-        return Stepped::failed;
+        return false;
     }
 }
 

@@ -1,4 +1,5 @@
-// The executor of a layer on the CPU: runs it with the kernels of float32 slots.
+// The executor of a layer on the CPU: runs it with the kernels of float32 slots, and leaves experts of many rows, whose
+// weights a matrix product reads once, and replicas of few bits to Python's kernels.
 #pragma once
 
 #include <exception>
@@ -43,12 +44,13 @@ class CpuLayer : public Layer {
     void compute(const Given& given, const Routed& routed) override;
 
   private:
-    static Stepped step(void* self, const Given& given, Asking asking, Spent& spent);
+    static bool step(void* self, const Given& given, Spent& spent);
 
     const Shape shape_;
     CpuLayers& all_;
     const LayerStep step_;
     std::vector<LinearRouter> routers_;
+    std::vector<Group> few_, many_;  // of one stretch
     std::exception_ptr failure_;
 };
 

@@ -1,6 +1,5 @@
 // Bindings of the CPU's executor.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -12,6 +11,7 @@
 #include "../../kernels/cpu/sizes.hpp"
 #include "bindings.hpp"
 #include "cpu_layer.hpp"
+#include "python_parts.hpp"
 #include "virtual_run.hpp"
 
 namespace nb = nanobind;
@@ -20,7 +20,10 @@ using namespace nb::literals;
 namespace tiermoe::core {
 namespace {
 
-constexpr std::int64_t kMaxPairs = 1 << 12;  // of a pass in one call: prompts are for large products
+// Held by Python, read by layers.
+struct Planned {
+    bool now = false;
+};
 
 void sizes_fit(std::initializer_list<std::int64_t> sizes) {
     if (!product_fits(sizes, kMostItems)) throw std::invalid_argument("sizes are negative, or their product is too large");
@@ -32,7 +35,7 @@ void make(CpuLayer* made, Core& core, const nb::capsule& kernels, std::int64_t i
     if (activation < 0 || activation > static_cast<int>(Activation::relu))
         throw std::invalid_argument("there is no such activation: " + std::to_string(activation));
     sizes_fit({experts, neurons, width, 2});
-    new (made) CpuLayer(core, {index, experts, neurons, max_rows, kMaxPairs},
+    new (made) CpuLayer(core, {index, experts, neurons, max_rows},
                         {width, at<const float>(gate_up), at<const float>(down), static_cast<Activation>(activation)},
                         *static_cast<const KernelTable*>(named(kernels, kKernelTable)), all);
 }
@@ -44,13 +47,14 @@ void expect_router(const Layer& layer, Router router, std::int64_t layers = 1) {
         throw std::invalid_argument("the layer has no such router");
 }
 
-void ask_routers(Layer& layer, Router router, std::int64_t first, std::int64_t layers, const ByScores& by) {
+void ask_routers(Layer& layer, Router router, std::int64_t first, std::int64_t layers, const ByScores& by,
+                 std::shared_ptr<Announced> of) {
     const Layout& layout = layer.core().layout();
     expect_router(layer, router, layers);
     if (layers < 0 || first < 0 || first > layout.layers - layers || !by.source || (layers && router == kNoRouter))
         throw std::invalid_argument("there is no such prefetch");
     auto made = std::make_unique<AskRouters>();
-    made->router = router, made->first = first, made->layers = layers;
+    made->router = router, made->first = first, made->layers = layers, made->wraps = by.wraps, made->of = std::move(of);
     made->prefetch = {by.by_votes, by.top, by.source, {}, {}};
     layer.ahead(std::move(made));
 }
@@ -67,6 +71,15 @@ void release_slots(Layer& layer, Router own, Router router, double threshold, st
         throw std::invalid_argument("there is no such pre-eviction");
     made->own = own, made->router = router, made->threshold = threshold, made->most = most, made->first = std::move(first);
     layer.ahead(std::move(made));
+}
+
+void python_parts(Layer& layer, nb::object begin, const Planned& planned, bool rule, bool ahead, bool watched, bool decides,
+                  bool alone) {
+    auto made = std::make_unique<PythonParts>(std::move(begin));
+    made->planned = &planned.now, made->watched = watched, made->decides = decides, made->alone_where_planned = alone;
+    if (rule) layer.rule(std::make_unique<PythonRule>(*made));
+    if (ahead) layer.ahead(std::make_unique<PythonAhead>(*made));
+    layer.parts(std::move(made));
 }
 
 void replace_missing(Layer& layer, Router router, std::uintptr_t draws, std::int64_t drawn, std::uintptr_t next,
@@ -139,6 +152,18 @@ last_rows: of each sequence of the present forward; `keep` takes the scores of t
             const auto rows = static_cast<std::size_t>(first.rows);
             return nb::cast(owned<double, 2>(std::vector<double>(first.scores), {rows, first.scores.size() / rows}));
         }, nb::sig("def scores(self) -> numpy.typing.NDArray[numpy.float64] | None"), "[rows, E]; None: there are none.");
+    nb::class_<Announced>(m, "Announced", R"(What the native prefetch of a forward goes by.
+
+rows: of the present forward; 0: nobody has announced it. one_row_each: of its sequences. rests: nothing is prefetched.
+always: routers are asked also where nothing that they may name is absent.)")
+        .def(nb::init<>())
+        .def_rw("rows", &Announced::rows)
+        .def_rw("one_row_each", &Announced::one_row_each)
+        .def_rw("rests", &Announced::rests)
+        .def_rw("always", &Announced::always);
+    nb::class_<Planned>(m, "Planned", "Whether the placement decides the present forward: `Parts::planned`.")
+        .def(nb::init<>())
+        .def_rw("now", &Planned::now);
     nb::class_<Layer>(m, "Layer", "A layer's pass in one call; routers are named by their numbers there, -1: none.")
         .def("drop_unfit", [](Layer& layer, std::int64_t min_top_k, bool renormalise) {
             if (min_top_k < 1) throw std::invalid_argument("a token keeps an expert");
@@ -146,9 +171,16 @@ last_rows: of each sequence of the present forward; `keep` takes the scores of t
         }, "min_top_k"_a, "renormalise"_a)
         .def("replace_missing", &replace_missing, "router"_a, "draws"_a, "drawn"_a, "next"_a, "full"_a, "emptied"_a,
              "buddies"_a, "similarity"_a, "options"_a, "beta"_a)
-        .def("ask_routers", &ask_routers, "router"_a, "first"_a, "layers"_a, "by"_a)
+        .def("ask_routers", &ask_routers, "router"_a, "first"_a, "layers"_a, "by"_a, "of"_a)
         .def("release_slots", &release_slots, "own"_a, "router"_a, "threshold"_a, "most"_a, "state"_a, "first"_a,
              nb::keep_alive<1, 6>())
+        .def("parts", &python_parts, nb::keep_alive<1, 3>(), "begin"_a, "planned"_a, "rule"_a, "ahead"_a,
+             "watched"_a, "decides"_a, "alone"_a, R"(Parts in Python, behind the native ones: methods of what `begin` makes (`engine.layer.Pass`).
+
+rule, ahead: there are such. watched: it says who runs where in each pass; else in planned ones, and, where it decides, in
+those of many rows. alone: planned passes have no native rule or prefetch.)")
+        .def("placement", [](Layer& layer, std::shared_ptr<Placement> of) { layer.placement(std::move(of)); }, "of"_a,
+             "It decides in place of Python's part.")
         .def("time", [](Layer& layer, std::optional<bool> by_cpu) {
             layer.clock_s = !by_cpu ? nullptr : *by_cpu ? cpu_s : now_s;
         }, "by_cpu"_a.none(), "Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.")
@@ -162,19 +194,11 @@ last_rows: of each sequence of the present forward; `keep` takes the scores of t
             sizes_fit({outputs, soft});
             return layer.add({at<const float>(weight), at<const float>(bias), outputs, soft});
         }, "weight"_a, "bias"_a, "outputs"_a, "soft"_a, "The number of a linear router of these addresses.")
-        .def("call", [](CpuLayer& layer, nb::callable hooks) {
-            layer.hooks([hooks = nb::object(hooks)](const Given& given) {
-                nb::gil_scoped_acquire lock;
-                hooks(reinterpret_cast<std::uintptr_t>(given.hidden), reinterpret_cast<std::uintptr_t>(given.ids),
-                      given.tokens, given.top_k);
-            });
-        }, "hooks"_a)
         .def("run", [](CpuLayer& layer, std::uintptr_t hidden, std::uintptr_t ids, std::uintptr_t weights,
-                       std::int64_t tokens, std::int64_t top_k, std::uintptr_t out, int asking) {
-            if (asking < 0 || asking > static_cast<int>(Asking::always)) throw std::invalid_argument("asking is 0, 1 or 2");
-            return layer.run({at<const float>(hidden), at<const std::int64_t>(ids), at<const float>(weights), tokens, top_k,
-                              at<float>(out)}, static_cast<Asking>(asking)) == Stepped::ran;
-        }, "hidden"_a, "ids"_a, "weights"_a, "tokens"_a, "top_k"_a, "out"_a, "asking"_a,
+                       std::int64_t tokens, std::int64_t top_k, std::uintptr_t out) {
+            layer.run({at<const float>(hidden), at<const std::int64_t>(ids), at<const float>(weights), tokens, top_k,
+                              at<float>(out)});
+        }, "hidden"_a, "ids"_a, "weights"_a, "tokens"_a, "top_k"_a, "out"_a,
              nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("step", [](CpuLayer& layer) { return nb::capsule(&layer.step(), kLayerStep.c_str()); })
         .def("fail", [](CpuLayer& layer) {

@@ -16,6 +16,7 @@
 #include "../../kernels/triton/experts.hpp"
 #include "bindings.hpp"
 #include "cpu_layer.hpp"
+#include "python_parts.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -38,26 +39,34 @@ class GpuLayer : public Layer {
     Router routers() const override { return static_cast<Router>(routers_.size()); }
     std::int64_t outputs(Router router) const override { return routers_[static_cast<std::size_t>(router)].outputs; }
 
-    // As `run_view`, of a routing that is read first.
-    nb::object run(nb::handle hidden, nb::handle ids, nb::handle weights, Asking asking) {
+    nb::object run(nb::handle hidden, nb::handle ids, nb::handle weights) {
         const nb::object shape = nb::steal(PyObject_GetAttrString(ids.ptr(), "shape"));
         if (!shape.is_valid()) nb::raise_python_error();
         const auto [tokens, top_k] = nb::cast<std::pair<std::int64_t, std::int64_t>>(shape);
-        if (!takes(hidden, weights, tokens, top_k)) return nb::none();
-        wanted_.clear();
-        if (rule_) rule_->asks(wanted_);
-        if (ahead_ && asking != Asking::hooks && ahead_->takes(top_k)) ahead_->asks(*this, asking == Asking::always, wanted_);
+        if (!parts_) throw Broken("a GPU's layer has parts in Python, which run what its launches do not take");
+        takes(hidden, weights, tokens, top_k);
         for (Asked& one : routers_) one.known = false;
-        read_ids_ = ids;
-        read(hidden, rule_ ? nb::make_tuple(ids, weights) : nb::make_tuple(ids), wanted_);
-        return pass({nullptr, ids_.data(), rule_ ? weights_.data() : nullptr, tokens, top_k, nullptr}, asking);
-    }
-
-    // None: not run. ids [tokens, top_k]: as they run.
-    nb::object run_view(nb::handle hidden, const std::int64_t* ids, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
-        if (!takes(hidden, weights, tokens, top_k)) return nb::none();
-        read_ids_ = nb::none();
-        return pass({nullptr, ids, nullptr, tokens, top_k, nullptr}, Asking::hooks);
+        Given given{nullptr, nullptr, nullptr, tokens, top_k, nullptr};
+        if (looks(given)) {  // one read for all of Python's parts
+            const struct Over {
+                PythonParts& of;
+                ~Over() { of.over(); }
+            } over{python()};
+            const nb::object view = python().pass(*this).attr("view");
+            const auto picked = nb::cast<nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(view.attr("picked"));
+            ids_.assign(picked.data(), picked.data() + picked.size());
+            given.ids = ids_.data();
+            Layer::run(given);
+        } else {
+            wanted_.clear();
+            for (const auto& rule : rules_) rule->asks(wanted_);
+            if (const LayerAhead* ahead = taking(given)) ahead->asks(*this, wanted_);
+            const bool weighed = !rules_.empty();
+            read(hidden, weighed ? nb::make_tuple(ids, weights) : nb::make_tuple(ids), wanted_);
+            given.ids = ids_.data(), given.weights = weighed ? weights_.data() : nullptr;
+            Layer::run(given);
+        }
+        return std::exchange(out_, {});
     }
 
     const float* scores(const Given&, Router router) override {
@@ -66,8 +75,6 @@ class GpuLayer : public Layer {
         return asked.scores.data();
     }
 
-    const LayerRows& rows() const { return rows_; }
-    nb::handle read_ids() const { return read_ids_; }
     // Seconds of the last pass, where it is timed: of reading, and of the waits in it.
     std::pair<double, double> read_s() const { return {read_s_, read_waited_s_}; }
 
@@ -77,16 +84,31 @@ class GpuLayer : public Layer {
         if (!core_.present().loads.empty()) others.emplace();
         core_.load();
     }
+    std::pair<std::int64_t, std::int64_t> stretch() override {
+        const Plan& plan = core_.present();
+        std::optional<nb::gil_scoped_release> others;
+        if (plan.resident < static_cast<std::int64_t>(plan.run.size())) others.emplace();
+        return core_.next();
+    }
 
     void compute(const Given& given, const Routed& routed) override {
         const double began_s = timed_s();
-        rows_.order = picked_.order.data(), rows_.top_k = routed.top_k;
-        rows_.changed = routed.weights == given.weights ? nullptr : routed.weights;
+        if (!launched_ || routed.large) {  // of other types, or by other kernels
+            out_ = python().compute(*this);
+            added();
+            return;
+        }
+        nb::object changed;  // weights that a rule in Python has brought to the device
+        if (python().rerouted) changed = python().pass(*this).attr("view").attr("device_weights"), rows_.weights = changed.ptr();
+        rows_.order = picked_.order.data(), rows_.top_k = routed.top_k, rows_.zeroed = away_;
+        rows_.changed = routed.weights == given.weights || python().rerouted ? nullptr : routed.weights;
         waited_s_ = 0.0;
         out_ = nb::steal(launches_.run(launches_.self, rows_, {next_groups, this}));
         if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
         if (!out_.is_valid()) nb::raise_python_error();
         kernels_s() = timed_s() - began_s - waited_s_;
+        python().out = out_;
+        added();
     }
 
   private:
@@ -97,23 +119,26 @@ class GpuLayer : public Layer {
         bool known;  // of the present pass
     };
 
-    bool takes(nb::handle hidden, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
+    void takes(nb::handle hidden, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
         read_s_ = read_waited_s_ = 0.0;
         rows_ = {hidden.ptr(), weights.ptr(), tokens, top_k, nullptr, nullptr};
         const int found = launches_.takes(launches_.self, rows_);
         if (found < 0) nb::raise_python_error();
-        return found;
+        launched_ = found;
     }
-
-    nb::object pass(const Given& given, Asking asking) {
-        return Layer::run(given, asking) == Stepped::ran ? std::exchange(out_, {}) : nb::none();
+    PythonParts& python() { return static_cast<PythonParts&>(*parts_); }
+    // Whether a part that is Python's is asked in the present pass in any case.
+    bool looks(const Given& given) const {
+        const std::size_t rule = first_of(rules_), ahead = first_of(aheads_);
+        return planned() || parts_->watched || (rule < rules_.size() && !rules_[rule]->native()) ||
+               (ahead < aheads_.size() && !aheads_[ahead]->native() && aheads_[ahead]->takes(*this, given));
     }
 
     // Tensors (ids and weights, ids, or none) and scores, in copies: who is called within a pass reads by the same buffer.
     void read(nb::handle hidden, const nb::tuple& tensors, const Routers& routers) {
         const double began_s = timed_s();
         const std::size_t given = tensors.size(), count = given + routers.size();
-        bool fast = reads_ && routers.size() <= LayerReads::kRouters && (routers.empty() || rows_.tokens <= scored_rows_);
+        bool fast = reads_ && launched_ && routers.size() <= LayerReads::kRouters && (routers.empty() || rows_.tokens <= scored_rows_);
         for (Router one : routers) fast &= !routers_[static_cast<std::size_t>(one)].operands.is_none();
         nb::list asked;
         for (Router one : routers) asked.append(fast ? routers_[static_cast<std::size_t>(one)].operands : nb::int_(one));
@@ -142,6 +167,8 @@ class GpuLayer : public Layer {
             if (part.count != rows_.tokens * asked.outputs) throw std::invalid_argument("a router has other experts");
             asked.scores.assign(floats, floats + part.count);
             asked.known = true;
+        } else if (i == 1 && part.bytes == sizeof(double)) {
+            weights_.assign(static_cast<const double*>(part.at), static_cast<const double*>(part.at) + part.count);
         } else if (i == 1) {
             weights_.assign(floats, floats + part.count);
         } else if (part.bytes == sizeof(std::int64_t)) {
@@ -155,12 +182,9 @@ class GpuLayer : public Layer {
         GpuLayer& layer = *static_cast<GpuLayer*>(self);
         const double began_s = layer.timed_s();
         try {
-            const Plan& plan = layer.core_.present();
-            std::optional<nb::gil_scoped_release> others;
-            if (plan.resident < static_cast<std::int64_t>(plan.run.size())) others.emplace();
-            const std::vector<Group>& found = layer.next();
-            *groups = found.data();
-            *count = static_cast<std::int64_t>(found.size());
+            const bool more = layer.next();
+            *groups = layer.picked_.found().data();
+            *count = more ? static_cast<std::int64_t>(layer.picked_.found().size()) : 0;
         } catch (...) {
             layer.failure_ = std::current_exception();
             return false;
@@ -174,8 +198,8 @@ class GpuLayer : public Layer {
     const std::int64_t scored_rows_;
     const nb::object fetch_;
     std::vector<Asked> routers_;
-    LayerRows rows_{};  // of the present pass
-    nb::handle read_ids_;
+    LayerRows rows_{};      // of the present pass
+    bool launched_ = true;  // its types are those of the launches
     Routers wanted_;
     std::vector<std::int64_t> ids_;
     std::vector<float> weights_;
@@ -184,16 +208,6 @@ class GpuLayer : public Layer {
     std::exception_ptr failure_;
     double waited_s_ = 0.0;
 };
-
-nb::object run_view(GpuLayer& layer, nb::handle hidden, nb::handle ids, nb::handle weights) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(ids.ptr(), &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) nb::raise_python_error();
-    const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> held(&view, PyBuffer_Release);
-    const char kind = view.format && view.format[0] && !view.format[1] ? view.format[0] : 0;
-    if (view.ndim != 2 || view.itemsize != sizeof(std::int64_t) || (kind != 'l' && kind != 'q'))
-        throw nb::type_error("ids are an array [T, K] of int64");
-    return layer.run_view(hidden, static_cast<const std::int64_t*>(view.buf), weights, view.shape[0], view.shape[1]);
-}
 
 }  // namespace
 
@@ -205,7 +219,7 @@ fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads`
                             std::optional<nb::capsule> reads, std::int64_t scored_rows, nb::object fetch, std::int64_t index,
                             std::int64_t experts, std::int64_t neurons, std::int64_t max_rows, CpuLayers& all) {
             const auto* read = reads ? static_cast<const LayerReads*>(named(*reads, kLayerReads)) : nullptr;
-            new (made) GpuLayer(core, {index, experts, neurons, max_rows, std::numeric_limits<std::int32_t>::max()},
+            new (made) GpuLayer(core, {index, experts, neurons, max_rows},
                                 *static_cast<const KernelTable*>(named(kernels, kKernelTable)),
                                 *static_cast<const ExpertLaunches*>(named(launches, kExpertLaunches)), read, scored_rows,
                                 std::move(fetch), all);
@@ -213,16 +227,7 @@ fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads`
              "core"_a, "kernels"_a, "launches"_a, "reads"_a.none(), "scored_rows"_a, "fetch"_a, "index"_a, "experts"_a,
              "neurons"_a, "max_rows"_a, "all"_a)
         .def("router", &GpuLayer::add, "operands"_a.none(), "outputs"_a, "The number of a router (weight, bias, layers, softmax), or of another.")
-        .def("call", [](GpuLayer& layer, nb::callable hooks) {
-            layer.hooks([&layer, hooks = nb::object(hooks)](const Given&) {
-                hooks(nb::handle(layer.rows().hidden), layer.read_ids(), nb::handle(layer.rows().weights));
-            });
-        }, "hooks"_a)
-        .def("run", [](GpuLayer& layer, nb::handle hidden, nb::handle ids, nb::handle weights, int asking) {
-            if (asking < 0 || asking > static_cast<int>(Asking::always)) throw std::invalid_argument("asking is 0, 1 or 2");
-            return layer.run(hidden, ids, weights, static_cast<Asking>(asking));
-        }, "hidden"_a, "ids"_a, "weights"_a, "asking"_a)
-        .def("run_view", &run_view, "hidden"_a, "ids"_a, "weights"_a)
+        .def("run", &GpuLayer::run, "hidden"_a, "ids"_a, "weights"_a)
         .def_prop_ro("read_s", &GpuLayer::read_s, "Of reading, and of the waits in it.");
 }
 

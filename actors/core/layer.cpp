@@ -40,53 +40,89 @@ Layer::Layer(Core& core, const Place& place, const KernelTable& kernels, Passes&
     passes_.experts = place.experts;
 }
 
-bool Layer::route(const Given& given, Routed& routed) {
-    if (given.tokens < 1 || given.top_k < 1 || !product_fits({given.tokens, given.top_k}, at_.max_pairs)) return false;
+void Layer::route(const Given& given, Routed& routed) {
+    if (given.tokens < 1 || given.top_k < 1 || !product_fits({given.tokens, given.top_k}, kMostItems))
+        throw std::invalid_argument("a pass has rows, and experts of each");
     picked_.expect(given.ids, given.tokens * given.top_k);
-    if (rule_ && !rule_->apply(*this, given, routed)) return false;
+    for (std::size_t i = first_of(rules_); i < rules_.size(); ++i)
+        if (rules_[i]->apply(*this, given, routed)) break;
     const std::int64_t pairs = given.tokens * routed.top_k;
-    if (!picked_.sort(routed.ids, given.tokens, pairs, at_.max_rows, key(0))) return false;
+    if (routed.ids != given.ids) picked_.expect(routed.ids, pairs);
+    routed.large = !picked_.sort(routed.ids, given.tokens, pairs, at_.max_rows, key(0));
     picked_.place();
     picked_.group(routed.ids, pairs);
-    if (rule_) rule_->done();
     routed.picked = &picked_;
-    return true;
 }
 
-void Layer::look_ahead(const Given& given, Asking asking) {
-    if (ahead_ && asking != Asking::hooks && ahead_->takes(given.top_k)) {
-        ahead_->run(*this, given, asking == Asking::always, best_);
-    } else if (hooks_) {
-        hooks_(given);
+const Segments& Layer::here(const Segments& needed) {
+    const bool asked = parts_ && (parts_->watched || planned() || (parts_->decides && routed_->large));
+    if (!asked) return needed;
+    if (!placement_) return parts_->place(*this, needed, keep_, away_);
+    if (parts_->watched) parts_->routed(*this);
+    placed_ = true;
+    const Segments& found = placement_->where(*this, *routed_, needed, keep_);
+    away_ = !placement_->away().empty();
+    return found;
+}
+
+LayerAhead* Layer::taking(const Given& given) const {
+    for (std::size_t i = first_of(aheads_); i < aheads_.size(); ++i)
+        if (aheads_[i]->takes(*this, given)) return aheads_[i].get();
+    return nullptr;
+}
+
+void Layer::look_ahead(const Given& given) {
+    if (LayerAhead* ahead = taking(given)) ahead->run(*this, given, best_);
+}
+
+bool Layer::next() {
+    while (true) {
+        const auto [first, stop] = stretch();
+        if (first != stop) {
+            routed_->picked->groups(core_, first, stop, at_.neurons);
+            return true;
+        }
+        if (!away_) return false;
+        const Segments lost = parts_->lost();
+        if (lost.empty()) return false;
+        core_.arrive();  // background copies of these may have begun since the layer did
+        core_.plan(core_.segments_of(lost), {});
+        core_.begin();
+        load();
     }
 }
 
-const std::vector<Group>& Layer::next() {
-    const auto [first, stop] = core_.next();
-    return picked_.groups(core_, first, stop, at_.neurons);
-}
-
-Stepped Layer::run(const Given& given, Asking asking) {
+void Layer::run(const Given& given) {
+    if (routed_) throw Broken("a pass runs within one of the same layer");
     core_.arrive(at_.index);
     Routed routed{given.ids, given.weights, given.top_k, given.tokens};
-    if (!route(given, routed)) return Stepped::left;
-    const Picked& picked = *routed.picked;
+    given_ = &given, routed_ = &routed;
+    struct Over {
+        Layer& of;
+        ~Over() {
+            of.given_ = nullptr, of.routed_ = nullptr;
+            if (of.parts_) of.parts_->over();
+        }
+    } over{*this};
     const double& blocked_s = core_.counts()[at_.index].blocked_io_s;
     const double began_s = passes_.records ? core_.link().now_s() : 0.0, waited_s = blocked_s;
     spent_ = Spent{};
     best_.clear();
     keep_.clear();
+    away_ = placed_ = false;
     peer_blocked_s_ = peer_link_s_ = 0.0;
+    route(given, routed);
+    const Picked& picked = *routed.picked;
     try {
         core_.plan(here(core_.open(at_.index, picked.keys, picked.counts, routed.tokens, routed.low)), keep_);
         core_.begin();
-        send();
+        if (away_) parts_->send(*this);
         load();
-        if (placement_) placement_->loaded(*this);
-        look_ahead(given, asking);
+        if (placed_) placement_->loaded(*this);
+        look_ahead(given);
         compute(given, routed);
         core_.close(peer_blocked_s_, peer_link_s_);
-        if (placement_) placement_->ran(*this);
+        if (placed_) placement_->ran(*this);
     } catch (...) {
         core_.abandon();
         throw;
@@ -104,7 +140,7 @@ Stepped Layer::run(const Given& given, Asking asking) {
         passed.waited_s = spent_.waited_s;
         passed.scores.assign(best_.begin(), best_.end());
     }
-    return Stepped::ran;
+    if (parts_) parts_->ran();
 }
 
 bool DropUnfit::apply(Layer& layer, const Given& given, Routed& routed) {
@@ -122,7 +158,6 @@ bool DropUnfit::apply(Layer& layer, const Given& given, Routed& routed) {
 bool ReplaceMissing::apply(Layer& layer, const Given& given, Routed& routed) {
     Core& core = layer.core();
     const std::int64_t pairs = given.tokens * given.top_k, experts = layer.place().experts, vacant = core.free_slots();
-    read = 0;
     if (given.top_k != problem.top_k) return false;
     if (draws && *next + given.tokens * experts > drawn) return false;
     if (*emptied != core.emptied()) {
@@ -142,7 +177,6 @@ bool ReplaceMissing::apply(Layer& layer, const Given& given, Routed& routed) {
     for (std::int64_t e = 0; e < experts; ++e) reach[e] = here[e] = !missing(e);
     layer.kernels().replaceable(given.ids, pairs, here.data(), experts, beta, nullptr, 1, wanted.data());
     if (std::none_of(wanted.begin(), wanted.end(), [](std::uint8_t one) { return one != 0; })) return true;
-    read = draws ? given.tokens * experts : 0;
     ids.resize(static_cast<std::size_t>(pairs));
     weights.resize(ids.size());
     problem.ids = given.ids;
@@ -155,18 +189,19 @@ bool ReplaceMissing::apply(Layer& layer, const Given& given, Routed& routed) {
     problem.out_weights = weights.data();
     problem.substituted = problem.dropped = 0;
     layer.kernels().substitute(problem);
+    if (draws) *next += given.tokens * experts;
     routed.substituted = problem.substituted;
     routed.dropped = problem.dropped;
     if (routed.substituted || routed.dropped) keep(given.tokens, ids, weights, routed);
     return true;
 }
 
-void AskRouters::run(Layer& layer, const Given& given, bool always, std::vector<double>& best) {
+void AskRouters::run(Layer& layer, const Given& given, std::vector<double>& best) {
+    if (of->rests) return;
     Core& core = layer.core();
     const std::int64_t experts = layer.place().experts, outputs = layers * experts;
     const bool allowed = core.governor().allows();
-    if (!layers || (!allowed && !always)) return;
-    if (!always && idle(core)) return;
+    if (!layers || (!of->always && (!allowed || idle(core)))) return;
     const float* scores = layer.scores(given, router);
     const auto read = [&](std::int64_t at, std::int64_t t, std::vector<double>& row) {
         const float* from = scores + t * outputs + at * experts;
@@ -175,7 +210,7 @@ void AskRouters::run(Layer& layer, const Given& given, bool always, std::vector<
     prefetch.run(core, first, layers, given.tokens, allowed, read, &best);
 }
 
-void ReleaseSlots::run(Layer& layer, const Given& given, bool, std::vector<double>&) {
+void ReleaseSlots::run(Layer& layer, const Given& given, std::vector<double>&) {
     Core& core = layer.core();
     const std::int64_t experts = layer.place().experts, following = (layer.place().index + 1) % core.layout().layers;
     if (own != kNoRouter) first->keep(layer.scores(given, own), given.tokens, experts);

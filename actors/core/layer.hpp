@@ -1,16 +1,17 @@
 // A layer's pass in one call: asks the core what runs when, and has an executor compute it.
 //
 //     arrive -> rule -> open -> place -> plan, begin -> send to peers -> load -> prefetch or pre-eviction -> next: residents,
-//     arrivals as they land, waves -> join peers, load and run what they lost -> combine -> close
+//     arrivals as they land, waves, what peers have lost -> sums -> close
 //
-// Whole experts and split ones are the same to it: a group is a segment's neurons. Rules and what looks ahead are the same on
-// each executor, which finds routers' scores for them: `CpuLayer` (cpu_layer.hpp), `GpuLayer` (gpu_module.cpp),
-// `VirtualLayer` (virtual_run.hpp) of recorded layers, and `PythonLayer` (python_layer.cpp), whose parts are Python's.
+// Whole experts and split ones are the same to it: a group is a segment's neurons. A layer has one executor for good
+// (`engine.executors`): `CpuLayer` (cpu_layer.hpp), `GpuLayer` (gpu_module.cpp), `PythonLayer` (python_layer.cpp) with kernels
+// that are Python's, `VirtualLayer` (virtual_run.hpp) of recorded layers. On each the rule, what looks ahead, the placement
+// and the peers are native or Python's (`Parts`), and the order is this one.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -30,7 +31,8 @@ struct Routed {
     const std::int64_t* ids;
     const float* weights;
     std::int64_t top_k, tokens;
-    const Picked* picked = nullptr;
+    Picked* picked = nullptr;
+    bool large = false;  // an expert has more rows than the executor's kernels take
     Segments low;
     std::int64_t substituted = 0, dropped = 0;
 };
@@ -42,7 +44,7 @@ struct Away {
     std::vector<std::uint8_t> bits;
 };
 
-// Who runs a layer's experts; without one all run on this device. One of all layers of a cache (`planned.cpp`).
+// Who runs a layer's experts, where that is native (`planned.cpp`). One of all layers of a cache.
 struct Placement {
     // The routing is known: of the segments that the pass needs those that run on this device. keep: residents that leave last.
     virtual const Segments& where(const Layer& layer, const Routed& routed, const Segments& needed, Segments& keep) = 0;
@@ -52,9 +54,9 @@ struct Placement {
     virtual ~Placement() = default;
 };
 
-// Of a layer: its number, experts, and neurons of a slot. max_rows: of an expert that the kernels take; max_pairs: of a pass.
+// Of a layer: its number, experts, and neurons of a slot. max_rows: of an expert that the executor's kernels take.
 struct Place {
-    std::int64_t index, experts, neurons, max_rows, max_pairs;
+    std::int64_t index, experts, neurons, max_rows;
 };
 
 // A router whose scores on the layer's input the layer finds, by its number there.
@@ -64,21 +66,44 @@ constexpr Router kNoRouter = -1;
 
 // Changes the routing of a pass before it is planned.
 struct LayerRule {
+    virtual bool native() const { return true; }
     virtual void asks(Routers&) const {}  // adds those whose scores it probably reads
-    // False: the pass is for another executor, and nothing has changed.
+    // False: it does not take this pass, and nothing has changed.
     virtual bool apply(Layer& layer, const Given& given, Routed& routed) = 0;
-    virtual void done() {}  // the pass runs so
     virtual ~LayerRule() = default;
 };
 
 // What is done once the loads are queued: prefetch, or slots freed for the next layer.
 struct LayerAhead {
-    virtual bool takes(std::int64_t /*top_k*/) const { return true; }  // else the hooks are called
-    virtual void asks(Layer& layer, bool always, Routers& routers) const = 0;  // as of `LayerRule`
-    // always: also where nothing that it may ask for is absent. best: the highest score of any row for each expert of the
-    // next layer; empty: there are none.
-    virtual void run(Layer& layer, const Given& given, bool always, std::vector<double>& best) = 0;
+    virtual bool native() const { return true; }
+    virtual bool takes(const Layer& /*layer*/, const Given& /*given*/) const { return true; }
+    virtual void asks(Layer&, Routers&) const {}  // as of `LayerRule`
+    // best: the highest score of any row for each expert of the next layer; empty: there are none.
+    virtual void run(Layer& layer, const Given& given, std::vector<double>& best) = 0;
     virtual ~LayerAhead() = default;
+};
+
+// The parts of a pass that are Python's (`python_parts.hpp`), asked for only where a pass has them.
+struct Parts {
+    virtual void routed(Layer& layer) = 0;  // the routing is known, and a native placement decides next
+    // The segments that run on this device. away: peers run others. keep: residents that leave last.
+    virtual const Segments& place(Layer& layer, const Segments& needed, Segments& keep, bool& away) = 0;
+    virtual void send(Layer& layer) = 0;  // the others leave for their peers
+    // All that is planned here has run: the experts of the next peer that is lost or late; empty: there is none.
+    virtual Segments lost() = 0;
+    // Groups and replicas that the executor leaves to Python's kernel; y: rows of the pairs.
+    virtual void kernels(Layer& layer, const std::vector<Group>& groups, const std::vector<Group>& replicas, float* y) = 0;
+    // The layer's sums are there: adds those of its peers. Of the other device with the most, in this pass: seconds that it
+    // waited for copies, and that its link was busy.
+    virtual std::pair<double, double> add() = 0;
+    virtual void ran() = 0;   // the pass is closed
+    virtual void over() noexcept = 0;  // the pass has ended, by an error or not
+    // Of all layers of a cache, of each forward: the placement decides who runs where, and what looks ahead there is Python's.
+    const bool* planned = nullptr;
+    bool watched = false;          // it is asked in each pass
+    bool decides = false;          // it decides passes that are not planned, too, of many rows
+    bool alone_where_planned = false;  // no native rule or prefetch in planned passes
+    virtual ~Parts() = default;
 };
 
 class Layer {
@@ -87,21 +112,32 @@ class Layer {
     Layer(const Layer&) = delete;
     virtual ~Layer() = default;
 
-    // Takes the interpreter's lock. They see the routing as the model picked it.
-    void hooks(std::function<void(const Given&)> hooks) { hooks_ = std::move(hooks); }
-    void rule(std::unique_ptr<LayerRule> rule) { rule_ = std::move(rule); }
-    void ahead(std::unique_ptr<LayerAhead> ahead) { ahead_ = std::move(ahead); }
+    // Of several the first that takes a pass applies: native ones, then Python's.
+    void rule(std::unique_ptr<LayerRule> rule) { rules_.push_back(std::move(rule)); }
+    void ahead(std::unique_ptr<LayerAhead> ahead) { aheads_.push_back(std::move(ahead)); }
+    void parts(std::unique_ptr<Parts> parts) { parts_ = std::move(parts); }
+    // Decides in place of `Parts::place`.
     void placement(std::shared_ptr<Placement> placement) { placement_ = std::move(placement); }
-    // Throws what the core, the executor and the hooks do, and std::invalid_argument: there is no such expert. Then nothing
-    // is pinned.
-    Stepped run(const Given& given, Asking asking);
+    const Placement* placement() const { return placement_.get(); }
+    // Throws what the core, the executor and Python's parts do, and std::invalid_argument: there is no such expert. Then
+    // nothing is pinned.
+    void run(const Given& given);
 
     Core& core() { return core_; }
+    const Core& core() const { return core_; }
     const Place& place() const { return at_; }
     const Spent& spent() const { return spent_; }
     const KernelTable& kernels() const { return kernels_; }
     Key key(std::int64_t expert) const { return at_.index * at_.experts + expert; }
     const std::uint8_t* states() { return core_.states().data() + key(0); }
+    // Of the present pass.
+    bool under_way() const { return routed_; }
+    bool planned() const { return parts_ && parts_->planned && *parts_->planned; }
+    const Given& given() const { return *given_; }
+    const Routed& routed() const { return *routed_; }
+    // The next stretch of the plan, once it is there, and behind all that is planned what peers have lost; false: all has
+    // run. Its groups and replicas are in `routed().picked`.
+    bool next();
     virtual Router routers() const = 0;  // how many there are
     virtual std::int64_t outputs(Router router) const = 0;
     // Of the present pass [tokens, outputs of the router], until the next call.
@@ -111,25 +147,37 @@ class Layer {
     double& kernels_s() { return clock_s == cpu_s ? spent_.kernels_cpu_s : spent_.kernels_s; }
 
   protected:
-    // Whom a pass runs on. False: the pass is for another executor, and nothing has changed.
-    virtual bool route(const Given& given, Routed& routed);
-    // Of the segments that a pass needs those that run on this device; sets `keep_`.
-    virtual const Segments& here(const Segments& needed) { return needed; }
-    virtual void send() {}  // the others leave for their peers
+    // Whom a pass runs on.
+    virtual void route(const Given& given, Routed& routed);
+    // Of the segments that a pass needs those that run on this device; sets `keep_` and `away_`.
+    virtual const Segments& here(const Segments& needed);
     virtual void load() { core_.load(); }
-    virtual void look_ahead(const Given& given, Asking asking);
-    // All of the plan, what peers have lost, and the sums; sets `peer_blocked_s_` and `peer_link_s_`.
+    virtual std::pair<std::int64_t, std::int64_t> stretch() { return core_.next(); }  // of `Core::next`
+    virtual void look_ahead(const Given& given);
+    // All of the plan, by `next`, and the sums, with `added`.
     virtual void compute(const Given& given, const Routed& routed) = 0;
-    // The next stretch of the plan, once it is there; empty: all has run.
-    const std::vector<Group>& next();
+    // The sums are there.
+    void added() {
+        if (away_) std::tie(peer_blocked_s_, peer_link_s_) = parts_->add();
+    }
+    // The first of the rules, or of what looks ahead, that may take a pass.
+    template <typename Some>
+    std::size_t first_of(const Some& some) const {
+        return planned() && parts_->alone_where_planned && !some.empty() ? some.size() - 1 : 0;
+    }
+    // What takes a pass; null: nothing does.
+    LayerAhead* taking(const Given& given) const;
 
     Core& core_;
-    std::unique_ptr<LayerRule> rule_;
-    std::unique_ptr<LayerAhead> ahead_;
-    std::shared_ptr<Placement> placement_;  // null: all here
+    std::unique_ptr<Parts> parts_;  // null: nothing is Python's
+    std::shared_ptr<Placement> placement_;
+    std::vector<std::unique_ptr<LayerRule>> rules_;
+    std::vector<std::unique_ptr<LayerAhead>> aheads_;
     Spent spent_;                       // of the present pass
     Picked picked_;                     // its routing
     Segments keep_;                     // residents that leave last
+    bool away_ = false;                 // peers run some of it
+    bool placed_ = false;               // `placement_` has decided
     std::vector<double> best_;          // `Passed::scores` of the present pass
     double peer_blocked_s_ = 0.0, peer_link_s_ = 0.0;  // of the present pass, of the other device with the most
 
@@ -137,7 +185,8 @@ class Layer {
     const Place at_;
     const KernelTable kernels_;
     Passes& passes_;
-    std::function<void(const Given&)> hooks_;
+    const Given* given_ = nullptr;  // of the present pass
+    Routed* routed_ = nullptr;
 };
 
 // `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.
@@ -156,9 +205,6 @@ struct ReplaceMissing : LayerRule {
         if (router != kNoRouter) routers.push_back(router);
     }
     bool apply(Layer& layer, const Given& given, Routed& routed) override;
-    void done() override {
-        if (next) *next += read;
-    }
     Substitution problem;        // options and lists; for routings of its top_k
     double beta;                 // infinity: no gate
     Router router = kNoRouter;   // the layer's own, whose probabilities are read
@@ -167,24 +213,39 @@ struct ReplaceMissing : LayerRule {
     std::int64_t* next;          // the first draw that nobody has read
     std::uint8_t* full;          // [layers], whether the slots were all in use since the cache was empty
     std::int64_t* emptied;       // how often it had been, then
-    std::int64_t read = 0;
     std::vector<std::uint8_t> here, wanted;
     std::vector<float> reach, weights;
     std::vector<std::int64_t> ids;
 };
 
+// What the native prefetch of a forward goes by, of all layers; its policy in Python (`prefetching.Prefetching`) says it.
+struct Announced {
+    std::int64_t rows = 0;      // of the present forward; 0: nobody has announced it
+    bool one_row_each = false;  // of its sequences
+    bool rests = false;         // nothing is prefetched
+    bool always = false;        // routers are asked also where nothing that they may name is absent
+};
+
 // Prefetch by the routers of the layers behind, on this layer's input.
 struct AskRouters : LayerAhead {
-    void asks(Layer& layer, bool always, Routers& routers) const override {
-        if (layers && (always || (layer.core().governor().next_allows() && !idle(layer.core())))) routers.push_back(router);
+    // A policy that wraps keeps account of forwards: those that nobody has announced are for Python.
+    bool takes(const Layer& layer, const Given& given) const override {
+        if (!wraps || of->rests) return true;
+        return of->rows == given.tokens && (layer.place().index + 1 < layer.core().layout().layers || of->one_row_each);
     }
-    void run(Layer& layer, const Given& given, bool always, std::vector<double>& best) override;
+    void asks(Layer& layer, Routers& routers) const override {
+        if (layers && !of->rests && (of->always || (layer.core().governor().next_allows() && !idle(layer.core()))))
+            routers.push_back(router);
+    }
+    void run(Layer& layer, const Given& given, std::vector<double>& best) override;
     bool idle(const Core& core) const {
         const std::int64_t experts = core.layout().experts;
         return core.there(first * experts, (first + layers) * experts);
     }
     Router router = kNoRouter;  // of all these layers
     std::int64_t first, layers;  // first: layer asked
+    bool wraps = false;
+    std::shared_ptr<Announced> of;
     RouterPrefetch prefetch;
 };
 
@@ -210,12 +271,12 @@ struct FirstScores {
 // `activeevict.PreEviction`: slots that are freed for the next layer by its router's scores. The last layer's next one is the
 // first, of the next forward.
 struct ReleaseSlots : LayerAhead {
-    bool takes(std::int64_t top_k) const override { return top_k == state->top_k; }
-    void asks(Layer&, bool, Routers& routers) const override {
+    bool takes(const Layer&, const Given& given) const override { return given.top_k == state->top_k; }
+    void asks(Layer&, Routers& routers) const override {
         for (const Router one : {own, router})
             if (one != kNoRouter) routers.push_back(one);
     }
-    void run(Layer& layer, const Given& given, bool always, std::vector<double>& best) override;
+    void run(Layer& layer, const Given& given, std::vector<double>& best) override;
     Router own = kNoRouter, router = kNoRouter;  // own: the first layer's, there; router: the next layer's, but at the last
     double threshold;
     std::int64_t most;

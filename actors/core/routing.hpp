@@ -15,6 +15,9 @@ inline std::int64_t in_range(std::int64_t layer, std::int64_t experts, std::int6
 struct Routing : Picked {
     Routing(std::int64_t layer, std::int64_t experts, std::int64_t tokens, std::int64_t top_k)
         : Picked(in_range(layer, experts, tokens, top_k)), layer(layer), tokens(tokens), top_k(top_k) {}
+    // As it runs in a pass.
+    Routing(const Picked& picked, std::int64_t layer, std::int64_t tokens, std::int64_t top_k)
+        : Picked(picked), layer(layer), tokens(tokens), top_k(top_k) {}
     std::int64_t pairs() const { return starts.back(); }
     // The expert of a key. Throws std::invalid_argument: the layer does not need it.
     std::int64_t expert(Key key) const {

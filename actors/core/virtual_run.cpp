@@ -30,7 +30,7 @@ void VirtualRun::forward(const Recorded& recorded, const ByScores* scores, const
     for (std::size_t i = 0; i < layers_.size(); ++i) {
         of_.compute(recorded.dense_s);
         const std::int64_t* ids = recorded.ids + static_cast<std::int64_t>(i) * pairs;
-        layers_[i]->run({nullptr, ids, nullptr, recorded.tokens, recorded.top_k, nullptr}, Asking::hooks);
+        layers_[i]->run({nullptr, ids, nullptr, recorded.tokens, recorded.top_k, nullptr});
         if (calls.ran) calls.ran(static_cast<std::int64_t>(i));
     }
 }
@@ -38,7 +38,7 @@ void VirtualRun::forward(const Recorded& recorded, const ByScores* scores, const
 void VirtualRun::run(std::int64_t layer, std::int64_t tokens, const Part& part) {
     const Calls none;
     of_.recorded = nullptr, of_.scores = nullptr, of_.calls = &none, of_.part = &part;
-    layers_.at(static_cast<std::size_t>(layer))->run({nullptr, nullptr, nullptr, tokens, 1, nullptr}, Asking::hooks);
+    layers_.at(static_cast<std::size_t>(layer))->run({nullptr, nullptr, nullptr, tokens, 1, nullptr});
 }
 
 void Virtual::compute(double seconds) {
@@ -103,13 +103,13 @@ void VirtualLayer::prefetch(const ByScores& scores) {
     if (scores.synchronous && allowed) core_.finish_prefetch(ahead.nearer, layer);
 }
 
-bool VirtualLayer::route(const Given& given, Routed& routed) {
+void VirtualLayer::route(const Given& given, Routed& routed) {
     routed.picked = &picked_;
-    routed_ = &routed;
+    routing_ = &routed;
     if (of_.part) {
         picked_.expect(of_.part->experts.data(), static_cast<std::int64_t>(of_.part->experts.size()));
         if (!picked_.take(of_.part->experts, of_.part->counts, key(0))) throw std::invalid_argument("experts come once, with a count each");
-        return true;
+        return;
     }
     const std::int64_t* ids = given.ids;
     std::int64_t pairs = given.tokens * given.top_k;
@@ -126,32 +126,32 @@ bool VirtualLayer::route(const Given& given, Routed& routed) {
         picked_.place();
         picked_.group(ids, pairs);
     }
-    return true;
 }
 
 const Segments& VirtualLayer::here(const Segments& needed) {
     const Calls& calls = *of_.calls;
-    away_ = nullptr;
+    sent_ = nullptr;
     if (of_.part) keep_ = of_.part->keep;
     if (placement_) {
         if (calls.show) calls.show(place().index);
-        const Segments& here = placement_->where(*this, *routed_, needed, keep_);
-        if (!placement_->away().empty()) away_ = &placement_->away();
+        placed_ = true;
+        const Segments& here = placement_->where(*this, *routing_, needed, keep_);
+        if (!placement_->away().empty()) sent_ = &placement_->away();
         return here;
     }
     if (!calls.place) return needed;
-    placed_ = calls.place(place().index, needed, picked_);
-    if (!placed_.away.empty()) away_ = &placed_.away;
-    keep_ = placed_.keep;
-    return placed_.here;
+    where_ = calls.place(place().index, needed, picked_);
+    if (!where_.away.empty()) sent_ = &where_.away;
+    keep_ = where_.keep;
+    return where_.here;
 }
 
 void VirtualLayer::load() {
-    if (away_) of_.calls->send(place().index, *away_, picked_);
+    if (sent_) of_.calls->send(place().index, *sent_, picked_);
     core_.load();
 }
 
-void VirtualLayer::look_ahead(const Given&, Asking) {
+void VirtualLayer::look_ahead(const Given&) {
     if (of_.scores) prefetch(*of_.scores);
     if (of_.calls->ahead) of_.calls->ahead(place().index);
 }
@@ -168,7 +168,7 @@ void VirtualLayer::compute(const Given&, const Routed&) {
         if (first == stop) break;
         kernels(first, stop);
     }
-    if (away_) std::tie(peer_blocked_s_, peer_link_s_) = of_.calls->join(place().index);
+    if (sent_) std::tie(peer_blocked_s_, peer_link_s_) = of_.calls->join(place().index);
 }
 
 }  // namespace tiermoe::core

@@ -91,16 +91,16 @@ struct Virtual {
 class VirtualLayer : public Layer {
   public:
     VirtualLayer(Core& core, std::int64_t index, Virtual& of)
-        : Layer(core, {index, core.layout().experts, of.costs.neurons, 0, 0}, KernelTable{}, of.passes), of_(of) {}
+        : Layer(core, {index, core.layout().experts, of.costs.neurons, 0}, KernelTable{}, of.passes), of_(of) {}
     Router routers() const override { return 0; }
     std::int64_t outputs(Router) const override { return 0; }
     const float* scores(const Given&, Router) override { throw Broken("recorded scores have no router"); }
 
   protected:
-    bool route(const Given& given, Routed& routed) override;
+    void route(const Given& given, Routed& routed) override;
     const Segments& here(const Segments& needed) override;
     void load() override;
-    void look_ahead(const Given& given, Asking asking) override;
+    void look_ahead(const Given& given) override;
     void compute(const Given& given, const Routed& routed) override;
 
   private:
@@ -108,9 +108,9 @@ class VirtualLayer : public Layer {
     void kernels(std::int64_t first, std::int64_t stop);  // of a stretch of the plan
 
     Virtual& of_;
-    const Routed* routed_ = nullptr;  // of the present pass
-    Placed placed_;                   // what `calls->place` says of it
-    const std::vector<Away>* away_ = nullptr;
+    const Routed* routing_ = nullptr;  // of the present pass
+    Placed where_;                   // what `calls->place` says of it
+    const std::vector<Away>* sent_ = nullptr;
 };
 
 class VirtualRun {

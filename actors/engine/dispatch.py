@@ -1,10 +1,13 @@
-"""Executes the parts of a layer's pass (`layer.Pass`) on a device: send to peers, run groups, join, combine."""
+"""Executes Python's parts of a layer's pass (`layer.Pass`) on a device: send to peers, run groups, join, combine."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from ctypes import c_float
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from .cache.cache import ExpertCache
 from .host_view import HostViews, LayerView, pairs_of, upload
@@ -21,13 +24,11 @@ _FEW_PAIRS = 64  # of a decode step
 
 
 class _Rows(NamedTuple):
-    """What a pass works on: hidden [T, H], pairs [N], y [N, H], when it began, and the sums of peers."""
+    """What a pass works on: hidden [T, H], pairs [N], y [N, H]."""
 
     hidden: torch.Tensor
     pairs: torch.Tensor
     y: torch.Tensor
-    began_s: float
-    partials: list[tuple[RemoteCall, torch.Tensor]]
 
 
 class DeviceBackend:
@@ -80,26 +81,32 @@ class DeviceBackend:
         ]
 
     def begin(self, of: Pass) -> _Rows:
-        hidden, began_s = of.view.hidden, time.perf_counter() if self.cache.timeline.enabled else 0.0
+        hidden = of.view.hidden
         pairs, y = pairs_of(of.routing, hidden.device), self._rows(hidden, of.routing.pairs)  # [N], [N, H]
         if of.calls:
             y.zero_()  # where no kernel writes
-        return _Rows(hidden, pairs, y, began_s, [])
+        return _Rows(hidden, pairs, y)
 
     def run(self, of: Pass, groups: Groups, replicas: Replicas) -> None:
         """The result of a pair depends neither on when its expert arrived nor on the other pairs. The two segments of a
         split expert are summed, in either order with the same result.
         """
-        hidden, pairs, y, *_ = of.work
+        hidden, pairs, y = of.work
         if replicas and self.low_bit is not None:
             self.low_bit.run(hidden, pairs, replicas, of.routing.top_k, y)
         if groups:
             of.step.kernel.run(hidden, pairs, groups, of.routing.top_k, y)
 
+    def run_into(self, of: Pass, y: int, groups: Groups, replicas: Replicas) -> None:
+        if of.work is None:
+            hidden = of.view.hidden.contiguous()
+            of.work = _Rows(hidden, pairs_of(of.routing, hidden.device), _rows_at(y, of.routing.pairs, hidden.shape[1]))
+        self.run(of, groups, replicas)
+
     def join(self, of: Pass, call: RemoteCall) -> bool:
         partial = self._receive(of.step.index, call)
         if partial is not None:
-            of.work.partials.append((call, partial))
+            of.partials.append((call, partial))
         else:
             call.recomputed = True
             self.cache.stats.layers[of.step.index].count_recomputed(call.peer.kind, call.pairs)
@@ -107,21 +114,22 @@ class DeviceBackend:
 
     def combine(self, of: Pass) -> torch.Tensor:
         """The layer's output [T, H]."""
-        hidden, _, y, began_s, partials = of.work
-        step, timeline = of.step, self.cache.timeline
-        if step.post is not None:
-            y = step.post(y)
-            for call, _ in partials:
+        hidden, _, y = of.work
+        if of.step.post is not None:
+            y = of.step.post(y)
+            for call, _ in of.partials:
                 y[upload(of.routing.pairs_of(call.keys), y.device)] = 0  # a norm of zeros need not be zero
-        out = step.kernel.combine(y, of.view.device_weights)
-        for call, partial in partials:
-            sums = partial.to(out.dtype)
-            out = out.add_(sums) if call.rows is None else out.index_add_(0, call.rows, sums)
-        if timeline.enabled:
-            timeline.span("compute", f"L{step.index} experts", began_s, time.perf_counter())
-            if step.index == len(self.cache.stats.layers) - 1:
-                timeline.end("forward")
+        out = of.step.kernel.combine(y, of.view.device_weights)
+        self.add(of, out)
         return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
+
+    def add(self, of: Pass, out: torch.Tensor) -> None:
+        for call, partial in of.partials:
+            sums = partial.to(out.dtype)
+            if call.rows is None:
+                out.add_(sums)
+            else:
+                out.index_add_(0, call.rows, sums)
 
     def _rows(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """[N, H] with any content. Layers of decode get the same memory: each reads it before the next one writes."""
@@ -163,3 +171,11 @@ class DeviceBackend:
         else:
             call.blocked_s, call.link_s = answer.paced_s - answer.measured_s, answer.modelled_s
         return self._activations.receive(answer.partial)
+
+
+def _rows_at(address: int, rows: int, width: int) -> torch.Tensor:
+    """Rows of float32 in memory that a pass of native kernels holds [rows, width]."""
+    import torch
+
+    memory: Any = (c_float * (rows * width)).from_address(address)
+    return torch.from_numpy(np.frombuffer(memory, np.float32).reshape(rows, width))

@@ -30,8 +30,9 @@ from .cache.device import Device
 from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
 from .cache.slots import ExpertSource
 from .dispatch import DeviceBackend
+from .executors import executor_of
 from .host_view import Asker, HostViews, share
-from .layer import Hooks, MoeLayer, Placer, RerouteHook
+from .layer import Hooks, MoeLayer, Placer, RerouteHook, Shared
 from .make_device import activations_of, fetch_from
 from .make_policies import (
     gate_probes,
@@ -45,7 +46,6 @@ from .make_policies import (
 from .model.form_kernels import kernels_of
 from .model.kernels import SteppedKernel, expert_seconds
 from .model.model import MoeBlock, attach, detach
-from .native_layer import NativeLayer, NativeLayers
 from .peers.auto import AutoPlacer, make_auto
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
@@ -311,27 +311,28 @@ class ExpertEngine:
                 settings.policy, pool, shape, blocks, cache.pool.dtype, settings.threads, self.notes
             )
             rules.append(LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), cache, self.experts))
-        own = self._placer.hooks
         hooks = Hooks(
             rules,
-            [*[watcher for watcher in (self.shards, self.configuring) if watcher is not None], *own.watch],
-            [*[hook for hook in (self.prefetching, self.pre_evicting) if hook is not None], *own.ahead],
+            [watcher for watcher in (self.shards, self.configuring) if watcher is not None],
+            [hook for hook in (self.prefetching, self.pre_evicting) if hook is not None],
         )
         peer_named = self._peer if self.shards is not None or self.ndp is not None else None
         views = self._make_views(blocks, rerouter)
         if self.device.executor == "real":
             row = torch.zeros(1, shape.hidden, dtype=cache.pool.dtype, device=self.device.torch_device)
             views.warm(len(blocks), row, self.top_k)
-        backend, passes = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel), NativeLayers()
+        backend = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel)
+        shared = Shared(len(blocks) - 1)
+        if self.prefetching is not None:
+            shared.at_end.append(self.prefetching.ended)
         for i, block in enumerate(blocks):
             kernel = self.kernels.of(block)
             if self._clock is not None:
                 kernel = SteppedKernel(kernel, self._clock, self._layer_s)
             layer = MoeLayer(
-                i, self.experts, cache, backend, self._placer, kernel, block.post, hooks, settings.integrity_checks
-            )
-            if (native := NativeLayer.of(layer, backend, passes)) is not None:
-                layer.run_natively(native)
+                i, self.experts, cache, backend, self._placer, kernel, block.post, hooks, settings.integrity_checks,
+                shared, executor_of,
+            )  # fmt: skip
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 

@@ -1,17 +1,19 @@
-"""One MoE layer. Its pass is `core::Layer::run` (actors/core/layer.hpp), whatever executes it.
+"""One MoE layer. Its pass is `core::Layer::run` (actors/core/layer.hpp), the only order of a pass.
 
-Where peers, replicas, a norm after experts or other kernels than native code's take part, the parts of the pass are
-methods of Python (`Pass`), with the backends of the lead (`dispatch.DeviceBackend`), of another shard (`peers.shard`)
-and of the simulator (`cluster.simulate.backend`). Else they are native, too: on a GPU and on the CPU (`native_layer`;
-on the CPU many layers in one call, `model.native.Joined`).
+A layer has one executor, which `executors.executor_of` chooses when the engine is assembled: kernels of native code on
+the CPU, native launches on a GPU, or Python's kernels. Parts of a pass that are Python's (a rule, the placement, peers,
+what looks ahead) are methods of a `Pass`, which the core makes when the first of them is needed; a pass without such
+parts calls no Python.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +28,280 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from ...kernels.expert_ffn import ExpertKernel
     from ..policies.routing import SequenceRows
-    from .native_layer import Budget, CpuLayer, NativeLayer, ReleaseAhead, Replace, RoutersAhead
+    from .host_view import Asked
     from .peers.remote import RemoteCall
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
 NO_KEYS: frozenset[int] = frozenset()
+
+
+class MoeLayer:
+    """One MoE layer.
+
+    Args:
+        index: number among the MoE layers. experts: of a layer.
+        backend: makes the views of Python's parts, and runs Python's kernels.
+        kernel: runs experts on the cache's slots. post: the model's norm after each expert, if it has one.
+        check: check the cache's invariants after each pass.
+        shared: with the other layers of the cache; None: the layer stands alone.
+        make: makes the executor; None: Python's kernels.
+
+    Attributes:
+        observers: called with the routing of every forward.
+        executor: runs the passes.
+    """
+
+    def __init__(
+        self, index: int, experts: int, cache: ExpertCache, backend: Backend, placer: Placer, kernel: ExpertKernel,
+        post: torch.nn.Module | None = None, hooks: Hooks | None = None, check: bool = False,
+        shared: Shared | None = None, make: Callable[[MoeLayer], Executor] | None = None,
+    ) -> None:  # fmt: skip
+        self.index, self.experts, self.kernel, self.post = index, experts, kernel, post
+        self.cache, self.backend, self.placer = cache, backend, placer
+        self.hooks = Hooks() if hooks is None else hooks
+        self.watch = self.hooks.watch  # told of each pass with Python's parts; an executor may tell others itself
+        self.observers: list[Observer] = []
+        self.check = check
+        self.shared = Shared() if shared is None else shared
+        self._view: Any = None  # of the present pass, where it was read before
+        self.executor: Executor = (PythonExecutor if make is None else make)(self)
+        if placer.native is not None:
+            self.executor.core.placement(placer.native)
+
+    @property
+    def stats(self) -> LayerStats:
+        """This layer's counters since the last reset."""
+        return self.cache.layer_stats(self.index)
+
+    @property
+    def alone(self) -> bool:
+        """Whether its passes are calls of `forward`, since somebody watches each one."""
+        return bool(self.observers) or self.cache.timeline.enabled or self.check
+
+    def forward(self, *inputs: Any) -> Any:
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on other backends what `Backend.look` takes.
+
+        Raises:
+            RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
+        """
+        shared, timeline = self.shared, self.cache.timeline
+        began_s = time.perf_counter() if timeline.enabled else 0.0
+        shared.begin(inputs, self.placer)
+        if self.observers or self.executor.looks:
+            self._view = view = self.backend.look(self, bool(self.observers), *inputs)
+            for observe in self.observers:
+                observe(self.index, view.picked, view.weights)
+        try:
+            out = self.executor.run(*inputs)
+        finally:
+            self._view = None
+        if self.index == shared.last:
+            shared.end_forward()
+        if timeline.enabled:
+            self.cache.draw()
+            timeline.span("compute", f"L{self.index} experts", began_s, time.perf_counter())
+            if self.index == len(self.cache.stats.layers) - 1:
+                timeline.end("forward")
+        if self.check:
+            self.cache.check_integrity()
+        return out
+
+    def begin_pass(self) -> Pass:
+        """Python's parts of the present pass."""
+        view, self._view = self._view, None
+        return Pass(self, self.backend.look(self, False, *self.shared.inputs) if view is None else view)
+
+
+class Pass:
+    """The parts of one pass that are Python's, called by the core in this order (`core::PythonParts`).
+
+    Attributes:
+        step: whose pass it is. view: of its inputs. routing: as it runs. remote: what peers run.
+        calls: to peers. partials: the sums of those that have answered. work: what the backend keeps.
+    """
+
+    __slots__ = ("_joining", "calls", "partials", "remote", "routing", "step", "view", "work")
+
+    routing: _core.Routing
+
+    def __init__(self, step: MoeLayer, view: Any) -> None:
+        self.step, self.view = step, view
+        self.remote: Sequence[Part] = ()
+        self.calls: Sequence[RemoteCall] = ()
+        self.partials: list[tuple[RemoteCall, Any]] = []
+        self._joining: Iterator[RemoteCall] = iter(())
+        self.work: Any = None
+
+    def reroute(self) -> tuple[NDArray[Any], NDArray[np.float32], frozenset[int]] | None:
+        """Copies have landed: ids and weights that run [T, K], and keys of experts on low-bit replicas; None: the
+        routing stays as the model picked it.
+        """
+        low, view = self._low(), self.view
+        return (view.ids, view.weights, low) if low or view.ids is not view.picked else None
+
+    def changed(self, ids: NDArray[Any], weights: NDArray[np.float32]) -> None:
+        """A native rule has left this routing."""
+        self.view.reroute(ids, weights, dropped=False)
+
+    def route(self) -> tuple[_core.Routing, frozenset[int]]:
+        """As `reroute`, where the routing is Python's."""
+        low, step = self._low(), self.step
+        self.routing = self.view.routing(step.index, step.experts)
+        return self.routing, low
+
+    def routed(self, routing: _core.Routing) -> None:
+        """The experts' segments are known, and a native placement decides next; it sets `remote`."""
+        step = self.step
+        for watcher in step.watch:
+            watcher.routed(step.index, routing)
+        step.placer.show(step.index, self.view)
+
+    def place(self, routing: _core.Routing, needed: Sequence[int]) -> tuple[Sequence[int], AbstractSet[int], bool]:
+        """Who runs the segments: those that run here, residents that leave last, and whether others are sent."""
+        step, self.routing = self.step, routing
+        for watcher in step.watch:
+            watcher.routed(step.index, routing)
+        here, keep, remote = step.placer.where(step.index, needed, routing, self.view)
+        self.remote = by_peer(remote)
+        return here, keep, bool(remote)
+
+    def send(self) -> None:
+        """What is here is pinned."""
+        self.calls = self.step.backend.send(self)
+        self._joining = iter(self.calls)
+
+    def ahead(self) -> None:
+        """The layer's loads are queued: prefetch for later layers, or free slots for them."""
+        step = self.step
+        if step.hooks.ahead:  # which may read what the order of eviction knows
+            step.shared.report()
+            step.cache.tell_order()
+        for hook in step.hooks.ahead:
+            hook.layer(step.index, self.view)
+
+    def begin(self, routing: _core.Routing) -> None:
+        """Python's kernels run the pass."""
+        self.routing = routing
+        self.work = self.step.backend.begin(self)
+
+    def run(self, groups: Groups, replicas: Replicas) -> None:
+        """Residents together, then arrivals as they land."""
+        self.step.backend.run(self, groups, replicas)
+
+    def run_into(self, y: int, routing: _core.Routing, groups: Groups, replicas: Replicas) -> None:
+        """What native kernels leave to Python's; y: the address of the pairs' rows [N, H]."""
+        self.routing = routing
+        self.step.backend.run_into(self, y, groups, replicas)
+
+    def lost(self) -> Sequence[int]:
+        """All that is planned here has run: the experts of the next peer that is lost or late; empty: there is none."""
+        return next((call.keys for call in self._joining if not self.step.backend.join(self, call)), ())
+
+    def combine(self) -> Any:
+        """The output of Python's kernels, with the sums of peers."""
+        return self.step.backend.combine(self)
+
+    def add(self, out: Any) -> None:
+        """Add the sums of peers. out [T, H]; None: that of the present pass."""
+        self.step.backend.add(self, self.step.shared.out if out is None else out)
+
+    def peer_s(self) -> tuple[float, float]:
+        """Peers were joined: seconds that the GPU which waited longest waited, and those of the busiest link."""
+        calls = self.calls
+        if any(call.recomputed for call in calls):
+            self.step.placer.displaced()
+        return max(call.blocked_s for call in calls), max(call.link_s for call in calls)
+
+    def ran(self) -> None:
+        """The pass is closed."""
+        for watcher in self.step.watch:
+            watcher.ran(self.step.index)
+
+    def _low(self) -> frozenset[int]:
+        low = NO_KEYS
+        for rule in self.step.hooks.reroute:
+            low |= rule.layer(self.step.index, self.view)
+        return low
+
+
+class Executor(Protocol):
+    """Runs a layer's passes.
+
+    Attributes:
+        core: the layer in native code.
+        looks: it needs the view of each pass; else that is made where a part is Python's.
+    """
+
+    core: _core.Layer
+    looks: bool
+
+    def run(self, *inputs: Any) -> Any:
+        """One pass: the inputs and the output of `MoeLayer.forward`."""
+        ...
+
+
+class PythonExecutor:
+    """Runs passes whose kernels are Python's, by the layer's backend."""
+
+    looks = True
+
+    def __init__(self, step: MoeLayer) -> None:
+        core = self.core = _core.PythonLayer(
+            step.cache.core, step.index, step.experts, step.cache.neurons, step.shared.passes, weakly(step)
+        )  # fmt: skip
+        self._run = core.run
+
+    def run(self, *inputs: Any) -> Any:
+        return self._run()
+
+
+def weakly(step: MoeLayer) -> Callable[[], Pass]:
+    """`begin_pass` for the core, which no collector looks into."""
+    held = ref(step)
+
+    def begin() -> Pass:
+        alive = held()
+        assert alive is not None  # it runs
+        return alive.begin_pass()
+
+    return begin
+
+
+class Shared:
+    """What the layers of one cache share.
+
+    Args:
+        last: the last layer; -1: nobody asks for a forward's end.
+
+    Attributes:
+        passes: of the core. planned: whether the placement plans the present forward.
+        inputs, out: of the present pass, or of several that run together.
+        on_passed: called with each pass, once a forward and before what else the watchers see; None: nobody is.
+        at_end: called when a forward's last layer has run.
+    """
+
+    def __init__(self, last: int = -1) -> None:
+        self.last, self.passes, self.planned = last, _core.CpuLayers(), _core.Planned()
+        self.inputs: Sequence[Any] = ()
+        self.out: Any = None
+        self.on_passed: OnPassed | None = None
+        self.at_end: list[Callable[[], object]] = []
+
+    def begin(self, inputs: Sequence[Any], placer: Placer) -> None:
+        """A pass of these inputs begins, or several."""
+        self.inputs, self.planned.now = inputs, not placer.local
+
+    def report(self) -> None:
+        """Give the passes so far to the watcher."""
+        if self.on_passed is not None:
+            report_passes(self.passes, self.on_passed)
+
+    def end_forward(self) -> None:
+        """The model's last layer has run."""
+        self.report()
+        for end in self.at_end:
+            end()
 
 
 class Passed(NamedTuple):
@@ -88,7 +358,7 @@ Replicas: TypeAlias = "list[tuple[int, int, int]]"
 
 
 class Backend(Protocol):
-    """What a pass of Python asks its executor: a GPU or the CPU in its place, a shard, a recorded trace."""
+    """What the parts of a pass that are Python's ask of a device, a shard, or a recorded trace."""
 
     def look(self, step: MoeLayer, weighed: bool, *inputs: Any) -> Any:
         """The `View` of the layer's inputs. weighed: the weights are read."""
@@ -99,11 +369,15 @@ class Backend(Protocol):
         ...
 
     def begin(self, of: Pass) -> Any:
-        """The copies are queued: what the further methods find as `of.work`."""
+        """The copies are queued, and Python's kernels run the pass: what the further methods find as `of.work`."""
         ...
 
     def run(self, of: Pass, groups: Groups, replicas: Replicas) -> None:
         """Run experts that are in their slots, and replicas by their slot."""
+        ...
+
+    def run_into(self, of: Pass, y: int, groups: Groups, replicas: Replicas) -> None:
+        """`run` in a pass of native kernels; y: the address of the pairs' rows."""
         ...
 
     def join(self, of: Pass, call: RemoteCall) -> bool:
@@ -111,7 +385,26 @@ class Backend(Protocol):
         ...
 
     def combine(self, of: Pass) -> Any:
-        """The layer's output."""
+        """The layer's output, with the sums of peers."""
+        ...
+
+    def add(self, of: Pass, out: Any) -> None:
+        """Add the sums of peers to those of native kernels."""
+        ...
+
+
+class Native(Protocol):
+    """A layer of native kernels, for hooks whose rule native code has. core: takes the rule. held: what it uses."""
+
+    core: _core.Layer
+    held: list[object]
+
+    def finds(self, asked: Asked) -> bool:
+        """Whether native code finds a router's scores."""
+        ...
+
+    def router(self, asked: Asked | None) -> int:
+        """The number of a router in native code; -1: of none."""
         ...
 
 
@@ -120,19 +413,13 @@ class RerouteHook(Protocol):
         """May change the view's routing; returns the keys of experts that run on low-bit replicas."""
         ...
 
-    def native(self, index: int) -> Budget | Replace | None:
-        """What native code needs to do `layer` at this layer; None: it cannot."""
+    def native(self, index: int, to: Native) -> Callable[[], object] | None:
+        """What gives a layer of native kernels this rule; None: native code does not have it."""
         ...
 
 
 class Watcher(Protocol):
-    """always: it sees every layer; else those that `Placer.where` has planned.
-
-    One that sees every layer may have a method `passed`, which is told of passes in native calls (`Passed`); else
-    the parts of its layers' passes are Python's.
-    """
-
-    always: bool
+    """Is told of passes. One that has a method `passed`, too, is told so of native kernels' passes (`Passed`)."""
 
     def routed(self, layer: int, routing: _core.Routing) -> None:
         """A layer's final routing is known."""
@@ -144,24 +431,12 @@ class Watcher(Protocol):
 
 
 class AheadHook(Protocol):
-    """always: it sees every layer, by `layer` or by `skip`."""
-
-    always: bool
-
-    def native(self, index: int) -> RoutersAhead | ReleaseAhead | None:
-        """What native code needs to do `layer` at this layer; None: it cannot."""
+    def native(self, index: int, to: Native) -> Callable[[], object] | None:
+        """As of `RerouteHook`."""
         ...
 
     def layer(self, index: int, view: Any) -> None:
         """The layer's demand loads are queued: prefetch for later layers, or free slots for them."""
-        ...
-
-    def idle(self, index: int) -> bool:
-        """Whether `layer` would change nothing but what `skip` changes."""
-        ...
-
-    def skip(self, index: int, view: Any) -> None:
-        """In place of an idle `layer`. view: may be None where `always` is false."""
         ...
 
 
@@ -179,17 +454,14 @@ class Placer:
 
     Attributes:
         may_be_local: `local` may be true at times.
-        local: every expert of the present forward runs here and is loaded on a miss, so native code may run its layers
-            without `where`.
+        local: every expert of the present forward runs here and is loaded on a miss, so `where` need not be asked.
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
-        hooks: what it adds to each layer's step; those ahead only where it plans.
         native: decides in place of `where`; None: `where` does.
     """
 
     may_be_local = local = True
     hot_per_layer: int | None = None
-    hooks: Hooks = Hooks()
     keep: frozenset[int] = NO_KEYS
     native: _core.Placement | None = None
 
@@ -227,205 +499,3 @@ class Placer:
     def where(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: Any) -> Where:
         """Who runs a layer's experts. needed: segments of `routing.experts`. view: has the ids and weights that run."""
         return Where(needed, self.keep)
-
-
-class Pass:
-    """The parts of one pass that are in Python, called by the core in this order (`core::PythonLayer`).
-
-    Attributes:
-        step: whose pass it is. view: of its inputs. routing: as it runs. remote: experts that run elsewhere, by peer.
-        calls: to peers. work: what the backend keeps.
-    """
-
-    __slots__ = ("_joining", "_low", "calls", "remote", "routing", "step", "view", "work")
-
-    routing: _core.Routing
-
-    def __init__(self, step: MoeLayer, view: Any, low: frozenset[int] | None) -> None:
-        self.step, self.view, self._low = step, view, low
-        self.remote: Sequence[Part] = ()
-        self.calls: Sequence[RemoteCall] = ()
-        self._joining: Iterator[RemoteCall] = iter(())
-        self.work: Any = None
-
-    def route(self) -> tuple[_core.Routing, frozenset[int]]:
-        """Copies have landed: the routing that runs, and the keys of its experts that run on low-bit replicas."""
-        step, low = self.step, self._low
-        if low is None:
-            low = step.reroute(self.view)
-        self.routing = self.view.routing(step.index, step.experts)
-        return self.routing, low
-
-    def routed(self) -> None:
-        """The experts' segments are known, and a native placement decides next; it sets `remote`."""
-        step = self.step
-        for watcher in step.hooks.watch:
-            watcher.routed(step.index, self.routing)
-        step.placer.show(step.index, self.view)
-
-    def place(self, needed: Sequence[int]) -> tuple[Sequence[int], AbstractSet[int], bool]:
-        """Who runs the segments: those that run here, residents that leave last, and whether others are sent."""
-        step, routing = self.step, self.routing
-        for watcher in step.hooks.watch:
-            watcher.routed(step.index, routing)
-        here, keep, remote = step.placer.where(step.index, needed, routing, self.view)
-        self.remote = by_peer(remote)
-        return here, keep, bool(remote)
-
-    def send(self) -> None:
-        """What is here is pinned."""
-        self.calls = self.step.backend.send(self)
-        self._joining = iter(self.calls)
-
-    def ahead(self) -> None:
-        """The layer's loads are queued: prefetch for later layers, or free slots for them."""
-        step = self.step
-        if step.hooks.ahead:  # which may read what the order of eviction knows
-            step.cache.tell_order()
-        for hook in step.hooks.ahead:
-            hook.layer(step.index, self.view)
-        self.work = step.backend.begin(self)
-
-    def run(self, groups: Groups, replicas: Replicas) -> None:
-        """Residents together, then arrivals as they land."""
-        self.step.backend.run(self, groups, replicas)
-
-    def join(self) -> Sequence[int]:
-        """All that is planned here has run: the experts of the next peer that is lost or late; empty: there is none."""
-        return next((call.keys for call in self._joining if not self.step.backend.join(self, call)), ())
-
-    def combine(self) -> tuple[Any, float, float]:
-        """The output; seconds that the GPU which waited longest waited, and those of the busiest link."""
-        out, calls = self.step.backend.combine(self), self.calls
-        if not calls:
-            return out, 0.0, 0.0
-        if any(call.recomputed for call in calls):
-            self.step.placer.displaced()
-        return out, max(call.blocked_s for call in calls), max(call.link_s for call in calls)
-
-
-class MoeLayer:
-    """The step of one MoE layer.
-
-    Args:
-        index: number among the MoE layers. experts: of a layer.
-        kernel: runs experts on the cache's slots. post: the model's norm after each expert, if it has one.
-        check: check the cache's invariants after each pass.
-
-    Attributes:
-        observers: called with the routing of every forward.
-        native: runs passes whose parts are native; None: there are none.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        experts: int,
-        cache: ExpertCache,
-        backend: Backend,
-        placer: Placer,
-        kernel: ExpertKernel,
-        post: torch.nn.Module | None = None,
-        hooks: Hooks | None = None,
-        check: bool = False,
-    ) -> None:
-        self.index, self.experts, self.kernel, self.post = index, experts, kernel, post
-        self.cache, self.backend, self.placer = cache, backend, placer
-        self.hooks = Hooks() if hooks is None else hooks
-        self.observers: list[Observer] = []
-        self.check = check
-        self._pass = _core.PythonLayer(cache.core, index, experts, cache.neurons, _core.CpuLayers())
-        if placer.native is not None:
-            self._pass.placement(placer.native)
-        self.native: NativeLayer | None = None
-        self._looks = True  # in Python, before a pass in a native call
-        self._view: Any = None  # of such a pass
-
-    def run_natively(self, native: NativeLayer) -> None:
-        """Run passes so from now on. It reroutes if it can, and prefetches or frees slots, or calls the hooks that do.
-
-        The placer's own hooks are for passes that it plans, which native code does not run.
-        """
-        self.native, own = native, self.placer.hooks.ahead
-        others = [hook for hook in self.hooks.ahead if hook not in own]
-        if others:
-            native.call(self._look_ahead)
-        self._looks = not native.adopt(self.hooks.reroute, others)
-
-    @property
-    def joinable(self) -> CpuLayer | None:
-        """The native layer, if one call may run its whole pass, also with other layers' (`model.native.Joined`)."""
-        native = self.native
-        joins = native is not None and native.on_host and not self._looks and not self.check
-        return cast("CpuLayer", native) if joins else None
-
-    @property
-    def runs_natively(self) -> bool:
-        """Whether the next pass may be a native call."""
-        free = not self.observers and not self.cache.timeline.enabled  # nobody watches what happens within
-        return self.native is not None and self.placer.local and free
-
-    @property
-    def stats(self) -> LayerStats:
-        """This layer's counters since the last reset."""
-        return self.cache.layer_stats(self.index)
-
-    def forward(self, *inputs: Any) -> Any:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on other backends what `Backend.look` takes.
-
-        Raises:
-            RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
-        """
-        view, low, native = None, None, self.native
-        if native is not None:
-            if self.runs_natively:
-                if self._looks:
-                    view = self.backend.look(self, False, *inputs)
-                    if self.hooks.reroute:
-                        self.cache.poll(self.index)
-                        low = self.reroute(view)
-                out = self._native(native, inputs, view)
-                if out is not None:
-                    return out
-            native.report()
-        if view is None:
-            view = self.backend.look(self, bool(self.observers), *inputs)
-            for observe in self.observers:
-                observe(self.index, view.picked, view.weights)
-        out = self._pass.run(Pass(self, view, low))
-        self.cache.draw()
-        for watcher in self.hooks.watch:
-            watcher.ran(self.index)
-        if self.check:
-            self.cache.check_integrity()
-        return out
-
-    def reroute(self, view: Any) -> frozenset[int]:
-        """Change the view's routing, once copies have landed; the keys of experts that run on low-bit replicas."""
-        low = NO_KEYS
-        for rule in self.hooks.reroute:
-            low |= rule.layer(self.index, view)
-        return low
-
-    def _native(self, native: NativeLayer, inputs: tuple[Any, ...], view: Any) -> Any | None:
-        """The step in one native call; None: not run, and `forward` does it."""
-        self._view = view
-        try:
-            out = native.run(*inputs) if view is None else native.run_view(view)
-        finally:
-            self._view = None
-        if out is not None and self.check:
-            self.cache.check_integrity()
-        return out
-
-    def _look_ahead(self, look: Callable[[], Any]) -> None:
-        """The hooks in Python of a pass in one native call. look: makes its view, if Python has not looked before."""
-        view, native = look() if self._view is None else self._view, self.native
-        assert native is not None
-        native.report()
-        self.cache.tell_order()
-        for hook in self.hooks.ahead:
-            if hook.idle(self.index):
-                hook.skip(self.index, view)
-            else:
-                hook.layer(self.index, view)

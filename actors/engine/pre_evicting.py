@@ -13,8 +13,8 @@ from ..policies.activeevict import ImportanceEviction, PreEviction
 from .cache.cache import ExpertCache
 from .host_view import Asked
 
-if TYPE_CHECKING:  # torch: the simulator uses this module without it
-    from .native_layer import ReleaseAhead
+if TYPE_CHECKING:
+    from .layer import Native
 
 Score = Callable[[int, Any], NDArray[np.floating] | None]
 
@@ -34,8 +34,6 @@ class PreEvicting:
             cannot be asked, and nothing is freed.
         routers: whose scores these are, for native code; empty: unknown.
     """
-
-    always = True
 
     def __init__(
         self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score,
@@ -76,23 +74,17 @@ class PreEvicting:
             if victims:
                 cache.leave(victims, following)
 
-    def native(self, index: int) -> ReleaseAhead | None:
-        """What native code needs to free slots at this layer; None: the eviction is not its."""
-        from .native_layer import ReleaseAhead
-
+    def native(self, index: int, to: Native) -> Callable[[], object] | None:
+        """As of `layer.AheadHook`; None: the eviction is not native code's."""
         state = getattr(self._importance, "handle", None)  # of the state in native code
         if state is None or not self._routers:
             return None
         own, *later = [Asked(router, softmax=False) for router in self._routers]
-        asked = later[index] if index + 1 < self._layers else None
-        rule = self._decide
-        return ReleaseAhead(None if index else own, asked, rule.threshold, rule.most, state, self._first)
-
-    def idle(self, index: int) -> bool:
-        return False
-
-    def skip(self, index: int, view: Any) -> None:
-        return None
+        first, asked = None if index else own, later[index] if index + 1 < self._layers else None
+        if not all(one is None or to.finds(one) for one in (first, asked)):
+            return None
+        rule, release = self._decide, to.core.release_slots
+        return lambda: release(to.router(first), to.router(asked), rule.threshold, rule.most, state, self._first)
 
     def _release(self, layer: int, logits: NDArray[np.floating]) -> None:
         """Free the release target of a layer, in the order of an eviction that knows no prediction."""

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from ...kernels import _cpu
 from ..core import _core
-from ..policies.moepic import SpeculativePrefetch
-from ..policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Ranking, Span, Wanted, runs
+from ..policies.prefetch import LayerSeen, PrefetchPolicy, Ranking, Span, Wanted, runs
 from ..policies.prefetch_trials import DecodeForward, PrefetchTrials
 from ..policies.routing import SequenceRows
 from .cache.cache import ExpertCache
@@ -29,8 +28,8 @@ from .host_view import Asked, Fetch, LayerView, share
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
+    from .layer import Native
     from .model.model import MoeBlock, RouterProbe
-    from .native_layer import RoutersAhead
     from .peers.shards import Shards
 
 _UNANNOUNCED = "a forward that was not announced"
@@ -63,20 +62,15 @@ class Prefetching:
         shards: Shards | None = None,
     ) -> None:  # fmt: skip
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
-        self._last, self.always = layers - 1, not policy.stateless or policy.synchronous
+        self._last, self.announced = layers - 1, _core.Announced()  # what native code's version goes by
         self._split = cache.split is not None
-        # the policy, where native code has its rule (`core::RouterPrefetch`) and all loads are this device's; a class
-        # derived from one has its own
-        self._by_routers: NextGatePrefetch | SpeculativePrefetch | None = None
-        if shards is None and (type(policy) is NextGatePrefetch or type(policy) is SpeculativePrefetch):
-            self._by_routers = policy
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
         self._reach = [self._keys_ahead(index) for index in range(layers)]
         self._trials: PrefetchTrials | None = None
         self._clock: Callable[[], float] = float
         self._before: tuple[int, DecodeForward] | None = None  # resets, and the counters when the last forward began
-        self._paused = self._rests = False
+        self._paused = False
 
     def adapt(self, trials: PrefetchTrials, clock: Callable[[], float]) -> None:
         """Pause prefetch in decode forwards where these say so. clock: seconds."""
@@ -101,14 +95,14 @@ class Prefetching:
 
     def begin(self, spans: Sequence[Span]) -> None:
         """The next forward carries these rows."""
-        self._spans, self._rests = spans, False
+        self._spans, self.announced.rests = spans, False
         if self._trials is not None:
             self._try(self._trials, spans[-1].stop)
         self._ask(0, self.policy.begin_forward(spans), not self._cache.governor.resting)
 
     def rest(self) -> None:
         """The next forward, in place of `begin`: nothing is prefetched, and the trials do not compare it."""
-        self._spans, self._before, self._rests = (), None, True
+        self._spans, self._before, self.announced.rests = (), None, True
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
@@ -116,7 +110,7 @@ class Prefetching:
 
     def layer(self, index: int, view: Any) -> None:
         """A layer's routing is known and its loads are queued: queue loads for later layers."""
-        if self._rests:
+        if self.announced.rests:
             return
         policy, allowed = self.policy, self._cache.governor.allows()
         if policy.stateless and self.idle(index, allowed):
@@ -127,8 +121,8 @@ class Prefetching:
         if index == self._last:
             self.ended()
 
-    def native(self, index: int) -> RoutersAhead | None:
-        """What native code needs to prefetch at this layer; None: it cannot."""
+    def native(self, index: int, to: Native) -> Callable[[], object] | None:
+        """As of `layer.AheadHook`."""
         return None
 
     def idle(self, index: int, allowed: bool = True) -> bool:
@@ -138,7 +132,7 @@ class Prefetching:
         split expert the bottom is loaded for each use, whether or not its top is in a slot.
         """
         policy, reach = self.policy, self._reach[index]
-        if self._rests:
+        if self.announced.rests:
             return True
         if not policy.stateless:
             return False
@@ -154,22 +148,23 @@ class Prefetching:
 
     def by_scores(self) -> _core.ByScores | None:
         """What native code needs to prefetch by scores of later routers; None: the policy does otherwise."""
-        policy = self._by_routers
-        if policy is None:
+        policy = self.policy
+        spec = policy.native(0) if self._shards is None else None  # else other devices load, too
+        if spec is None:
             return None
-        votes = type(policy) is NextGatePrefetch
-        always = self.on_predicted is not None or self._loads_bottoms
         number = self._cache.number_of(policy.name)
-        return _core.ByScores(votes, policy.distance, policy.top, always, policy.synchronous, policy.wraps, number)
+        return _core.ByScores(
+            spec.votes, policy.distance, spec.top, self._always, policy.synchronous, policy.wraps, number
+        )  # fmt: skip
 
     @property
     def _loads_bottoms(self) -> bool:
         return self._split and (split := self._cache.split) is not None and split.buffer_slots > 0
 
     @property
-    def never_idle(self) -> bool:
-        """Whether no layer with others in its reach is `idle`."""
-        return not self.policy.stateless or self.on_predicted is not None or self._loads_bottoms
+    def _always(self) -> bool:
+        """Whether a layer with others in its reach is never `idle`."""
+        return self.on_predicted is not None or self._loads_bottoms
 
     def _keys_ahead(self, index: int) -> list[tuple[int, int]]:
         """The keys of the layers that the policy prefetches for at a layer: first and end of each stretch."""
@@ -177,14 +172,6 @@ class Prefetching:
         first, stop = index + min(policy.distance, 1), index + policy.distance + 1
         found = [(first * experts, min(stop, layers) * experts)] if first < layers else []
         return [*found, (0, (stop - layers) * experts)] if policy.wraps and stop > layers else found
-
-    def skip(self, index: int, view: Any) -> None:
-        if not self._rests:
-            self._cache.governor.allows()
-
-    def takes(self, index: int, tokens: int) -> bool:
-        """Whether the scores of all of the layer's rows decide now."""
-        return False
 
     def ended(self) -> None:
         """The last layer was observed."""
@@ -249,7 +236,6 @@ class RouterPrefetching(Prefetching):
         self._own = [None if router is None else Asked(router, softmax=True) for router in self._routers]
         self._rows: Sequence[SequenceRows] = ()
         self._embedded: torch.Tensor | None = None
-        self._running = False  # the policy was told of the present forward
         self._ended: deque[str] = deque()
 
     def watch_embeddings(self, model: torch.nn.Module) -> None:
@@ -261,13 +247,14 @@ class RouterPrefetching(Prefetching):
         """The next forward carries these rows."""
         while self._ended:
             self.policy.end(self._ended.popleft())
-        self._rows, self._embedded, self._running = rows, None, False
+        self._rows, self._embedded, self.announced.rows = rows, None, 0
+        self.announced.always = self._always
         if not self.policy.needs_embeddings:
             self._begin_rows(None)
 
     def rest(self) -> None:
         super().rest()
-        self._rows, self._embedded, self._running = (), None, False
+        self._rows, self._embedded, self.announced.rows = (), None, 0
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over; from any thread."""
@@ -283,29 +270,23 @@ class RouterPrefetching(Prefetching):
             found.append(self._own[layer])
         return [asked for asked in found if asked is not None]
 
-    def native(self, index: int) -> RoutersAhead | None:
-        from .native_layer import RoutersAhead
-
-        policy, by, layers = self.policy, self.by_scores(), self._last + 1
+    def native(self, index: int, to: Native) -> Callable[[], object] | None:
+        policy, by, ask = self.policy, self.by_scores(), to.core.ask_routers
         if by is None or policy.synchronous or (policy.wraps and policy.distance > 1):
             return None
+        self.announced.always = self._always
         if not self._reach[index]:
-            return RoutersAhead(None, 0, 0, by, self)
+            return lambda: ask(-1, 0, 0, by, self.announced)
         asked = self._scores[index] or [self._lookahead(index, 1, 1)]
-        if asked[0] is None or any(one != asked[0] for one in asked):  # routers that are not one product
+        if asked[0] is None or any(one != asked[0] for one in asked) or not to.finds(asked[0]):  # not one product
             return None
-        return RoutersAhead(asked[0], (index + 1) % layers, len(asked), by, self)
-
-    def takes(self, index: int, tokens: int) -> bool:
-        if not self.policy.wraps:
-            return True
-        return self._announced(tokens) and (index < self._last or len(self._spans) == tokens)
+        return lambda: ask(to.router(asked[0]), (index + 1) % (self._last + 1), len(asked), by, self.announced)
 
     def ended(self) -> None:
-        self._rows, self._running = (), False
+        self._rows, self.announced.rows = (), 0
 
     def _announced(self, tokens: int) -> bool:
-        return self._running and self._spans[-1].stop == tokens
+        return tokens > 0 and self.announced.rows == tokens
 
     def _seen(self, index: int, spans: Sequence[Span], view: LayerView) -> LayerSeen:
         policy, probabilities = self.policy, None
@@ -368,7 +349,8 @@ class RouterPrefetching(Prefetching):
             Span(row.name, row.start, row.stop, row.decode, None if means is None else means[i])
             for i, row in enumerate(rows)
         ]
-        self._running = bool(rows)
+        self.announced.rows = rows[-1].stop if rows else 0
+        self.announced.one_row_each = len(rows) == self.announced.rows
         if rows:
             self.begin(self._spans)
 
@@ -381,7 +363,7 @@ class RouterPrefetching(Prefetching):
 
     def _see_embeddings(self, module: torch.nn.Module, args: tuple[object, ...], output: torch.Tensor) -> None:
         self._embedded = output.detach().reshape(-1, output.shape[-1])  # [T, H]
-        if not self._running and self._rows and self._rows[-1].stop == len(self._embedded):
+        if not self.announced.rows and self._rows and self._rows[-1].stop == len(self._embedded):
             self._begin_rows(self._embedded)
 
 

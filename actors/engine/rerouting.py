@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import ConfigError
-from ..policies.activeevict import BudgetAwareTopK
-from ..policies.buddymoe import DropRule, MissRule, RandomRule
+from ...kernels.substitute import numbers
+from ..policies.activeevict import Budget
+from ..policies.buddymoe import Replacement
 from ..policies.hobbit import MixedPrecision
 from ..policies.residency import State
 from ..policies.routing import RerouteView, Rerouting
@@ -18,8 +21,8 @@ from .host_view import Asked
 from .layer import NO_KEYS, View
 
 if TYPE_CHECKING:
+    from .layer import Native
     from .model.model import MoeBlock
-    from .native_layer import Budget, Replace
     from .peers.shards import PeerCaches
 
 _NOWHERE = np.zeros(0, np.bool_)
@@ -81,20 +84,25 @@ class Rerouter:
             view.reroute(found.ids, found.weights, dropped=found.dropped > 0)
         return NO_KEYS
 
-    def native(self, index: int) -> Budget | Replace | None:
-        """What native code needs to apply the rule at this layer; None: it cannot."""
-        from .native_layer import Budget, Replace
+    def native(self, index: int, to: Native) -> Callable[[], object] | None:
+        """As of `layer.RerouteHook`. A rule that reads other GPUs' caches is Python's."""
+        spec = None if self._peers is not None else self.rule.native(index)
+        if isinstance(spec, Replacement):
+            asked = self._asked[index]
+            return partial(self._replace, spec, asked, to) if asked is None or to.finds(asked) else None
+        if isinstance(spec, Budget):
+            return partial(to.core.drop_unfit, spec.min_top_k, spec.renormalise)
+        return None
 
-        rule = self.rule
-        if self._peers is not None:
-            return None
-        if type(rule) is BudgetAwareTopK:
-            return Budget(rule.min_top_k, rule.renormalise)
-        if type(rule) not in (MissRule, RandomRule, DropRule):
-            return None
-        assert isinstance(rule, MissRule)
-        state = rule.native(index)
-        return None if state is None else Replace(self._top_k, asked=self._asked[index], **state)
+    def _replace(self, spec: Replacement, asked: Asked | None, to: Native) -> None:
+        draws, after, buddies = spec.draws, spec.next, spec.buddies
+        read = (0, 0, 0) if draws is None or after is None else (draws.ctypes.data, len(draws), after.ctypes.data)
+        to.held.append(spec)
+        to.core.replace_missing(
+            to.router(asked), *read, spec.full.ctypes.data, spec.emptied.ctypes.data, buddies.ids.ctypes.data,
+            buddies.similarity.ctypes.data, numbers((0, self._top_k), buddies, spec.options, spec.tau),
+            math.inf if spec.beta is None else spec.beta,
+        )  # fmt: skip
 
     def _view(self, layer: int) -> RerouteView:
         if not self.rule.needs_view:
@@ -117,8 +125,8 @@ class LowBits:
         self.rule, self._cache, self._experts = rule, cache, experts
         self._keys = cache.where.keys
 
-    def native(self, index: int) -> None:
-        """Native code runs no replicas."""
+    def native(self, index: int, to: Native) -> None:
+        """As of `layer.RerouteHook`: it is Python's."""
         return None
 
     def layer(self, index: int, view: View) -> frozenset[int]:

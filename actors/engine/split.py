@@ -258,8 +258,6 @@ class Configuring:
         batch: forwards handed over together, which bounds the memory for scores.
     """
 
-    always = True  # as a Watcher
-
     def __init__(
         self, configurator: Configurator, cache: ExpertCache, tau: int,
         clock: Callable[[], float] = time.perf_counter, threaded: bool = True, batch: int = 128,

@@ -8,7 +8,7 @@ routing budget-aware     each token uses as many of its experts as are resident 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,3 +170,13 @@ class BudgetAwareTopK(Rerouting):
             ids, weights, view.available, view.vacant, self.min_top_k, self.renormalise
         )  # fmt: skip
         return Rerouted(kept, scaled, dropped=dropped)
+
+    def native(self, layer: int) -> Budget | None:
+        return Budget(self.min_top_k, self.renormalise) if self.min_top_k else None
+
+
+class Budget(NamedTuple):
+    """`BudgetAwareTopK` for native code."""
+
+    min_top_k: int
+    renormalise: bool

@@ -477,7 +477,7 @@ def forward_seconds(
 
     By flat routing on full slots, or by the share of misses. Experts here follow their copies; they and near data end
     together, and near data begins a message later. A planned layer is put at one message more for each top-K experts,
-    since its page in Python takes about as long.
+    since what the host does for it takes about as long.
 
     Args:
         slots: of a layer. workers: near-data workers, at least 1. rows: of the forward. missed: share of a layer's

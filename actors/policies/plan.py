@@ -42,7 +42,8 @@ def by_peer(remote: Sequence[Remote]) -> list[Part]:
     parts: dict[str, Part] = {}
     for key, bits, peer in remote:
         _, keys, widths = parts.setdefault(peer, (peer, [], []))
-        keys.append(key), widths.append(bits)
+        keys.append(key)
+        widths.append(bits)
     return list(parts.values())
 
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from .foreign import shown
-from .registry import PolicyContext, PolicyOptions, policy_base, register
+from .registry import MaybeNative, PolicyContext, PolicyOptions, policy_base, register
 
 Floats = NDArray[np.float32]
 Lookahead = Callable[[int], NDArray[np.floating] | None]
@@ -247,7 +247,7 @@ class PrefetchAnswers:
 
 
 @policy_base("prefetch", answers=PrefetchAnswers)
-class PrefetchPolicy(ABC):
+class PrefetchPolicy(MaybeNative, ABC):
     """Which experts of later layers to prefetch. Pure: NumPy, deterministic, owns its state.
 
     Attributes:
@@ -393,6 +393,16 @@ class NextGatePrefetch(LayeredPrefetch):
                     self.predicted = scores
                 layers.append(seen.rank.by_votes(scores, self.top, layer * self._experts))
         return WantedKeys(layers, range(0, -sum(map(len, layers)), -1))
+
+    def native(self, layer: int) -> NativeScores:
+        return NativeScores(self.top, votes=True)
+
+
+class NativeScores(NamedTuple):
+    """Prefetch by routers' scores for native code. top: experts of a row. votes: rank by votes; else by scores."""
+
+    top: int
+    votes: bool
 
 
 @register("prefetch", "layerwise")

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from .foreign import shown
 from .prefetch import PrefetchOptions, PrefetchPolicy
-from .registry import PolicyContext, PolicyOptions, make, policy_base, register
+from .registry import MaybeNative, PolicyContext, PolicyOptions, make, policy_base, register
 
 if TYPE_CHECKING:
     from ..policy_settings import PolicySettings
@@ -158,7 +158,7 @@ class ReroutingAnswers:
 
 
 @policy_base("routing", "on_miss", answers=ReroutingAnswers)
-class Rerouting(ABC):
+class Rerouting(MaybeNative, ABC):
     """A rule that changes routing.
 
     Attributes:

@@ -62,10 +62,8 @@ void run(DenseProgram& program, std::int64_t segment, const std::vector<std::uin
 }
 
 std::int64_t run_layers(DenseProgram& program, std::int64_t segment, const std::vector<nb::capsule>& layers,
-                        std::int64_t rows, std::int64_t top_k, std::int64_t asking, bool cpu, std::uintptr_t hidden,
-                        std::uintptr_t ids, std::uintptr_t weights, std::uintptr_t out, std::uintptr_t last,
-                        std::uintptr_t spent) {
-    if (asking < 0 || asking > static_cast<int>(Asking::always)) refuse("there is no such way to look ahead", asking);
+                        std::int64_t rows, std::int64_t top_k, bool cpu, std::uintptr_t hidden, std::uintptr_t ids,
+                        std::uintptr_t weights, std::uintptr_t out, std::uintptr_t last, std::uintptr_t spent) {
     std::vector<const LayerStep*> steps;
     for (const nb::capsule& layer : layers) steps.push_back(static_cast<LayerStep*>(named(layer, kLayerStep)));
     const LayerInput given{at<const float>(hidden), at<const std::int64_t>(ids), at<const float>(weights), rows, top_k,
@@ -76,9 +74,9 @@ std::int64_t run_layers(DenseProgram& program, std::int64_t segment, const std::
     for (std::int64_t i = 0; i < count; ++i, seconds += 3) {
         Spent found;
         const double begin_s = cpu ? cpu_s() : now_s();
-        const Stepped how = steps[i]->run(steps[i]->self, given, static_cast<Asking>(asking), found);
+        const bool ran = steps[i]->run(steps[i]->self, given, found);
         seconds[2] = (cpu ? cpu_s() : now_s()) - begin_s;
-        if (how != Stepped::ran) return how == Stepped::left ? i : -1 - i;
+        if (!ran) return -1 - i;
         seconds[0] = found.waited_s;
         seconds[1] = cpu ? found.kernels_cpu_s : found.kernels_s;
         if (i + 1 < count || !last)
@@ -119,10 +117,10 @@ void bind_dense(nb::module_& m) {
           "Raises ValueError: the tables do not fit each other.");
     m.def("dense_run", &run, "program"_a, "segment"_a, "addresses"_a,
           "One segment. Raises ValueError: there is no such segment, no step has begun, or an address is missing.");
-    m.def("dense_layers", &run_layers, "program"_a, "segment"_a, "layers"_a, "rows"_a, "top_k"_a, "asking"_a, "cpu"_a,
+    m.def("dense_layers", &run_layers, "program"_a, "segment"_a, "layers"_a, "rows"_a, "top_k"_a, "cpu"_a,
           "hidden"_a, "ids"_a, "weights"_a, "out"_a, "last"_a, "spent"_a,
           "Layers (`CpuLayer.step`), each with the segment behind it, from this on. How many ran; -1 - n: layer n has failed.\n\n"
-          "hidden, ids and weights are the inputs of the first and of the first that did not run. asking: of `Asking`.\n"
+          "hidden, ids and weights are the inputs of the first and of the first that did not run.\n"
           "last: output of the program's last segment, where it is behind the last of these; else 0. spent: float64\n"
           "[layers, 3], seconds that each waited for copies, ran kernels (where it times them) and took; cpu: the last two\n"
           "by the thread's CPU time. Raises ValueError: there is no such segment.");

@@ -33,25 +33,20 @@ struct LayerInput {
     std::int64_t tokens, top_k;
     float* out;  // [tokens, H]
 };
-// Who looks ahead once the loads are queued: the hooks in Python; routers, where an expert that they name may be absent;
-// routers in any case. A layer that asks none does what it does.
-enum class Asking : int { hooks, absent, always };
-// left: not run; the step in Python does it, and repeats what was done. failed: the layer says why (`CpuLayer.fail`).
-enum class Stepped : int { ran, left, failed };
 struct Spent {  // seconds of a pass; the kernels' only where they are timed: wall-clock and CPU time of the thread
     double waited_s = 0.0, kernels_s = 0.0, kernels_cpu_s = 0.0;
 };
 
 struct LayerStep {
-    // Without the interpreter's lock.
-    Stepped (*run)(void* self, const LayerInput& given, Asking asking, Spent& spent);
+    // Without the interpreter's lock. False: it has failed, and says why (`CpuLayer.fail`).
+    bool (*run)(void* self, const LayerInput& given, Spent& spent);
     void* self;
 };
 
 // Names of capsules with these. A module takes none of a build with other layouts: sizes are part of the names, and so is a
 // number that a change which leaves the sizes as they are raises.
 inline std::string capsule_name(const char* what) {
-    std::string name = std::string("tiermoe.") + what + ".1";
+    std::string name = std::string("tiermoe.") + what + ".2";
     for (const std::size_t size : {sizeof(KernelTable), sizeof(LayerInput), sizeof(Spent), sizeof(LayerStep),
                                    sizeof(Importance), sizeof(Substitution), sizeof(Group)})
         name += "." + std::to_string(size);

@@ -35,6 +35,7 @@ struct LayerRows {
     std::int64_t tokens, top_k;
     const float* changed;
     const std::int64_t* order;
+    bool zeroed = false;  // rows of pairs for which no group comes count as zeros
 };
 // The next groups that are in their slots, all given before being launched; none: all were. False: the pass ends by an error
 // that the caller keeps.
@@ -53,7 +54,7 @@ struct ExpertLaunches {
 };
 
 // Builds with other layouts have other names.
-inline const std::string kExpertLaunches = "tiermoe.ExpertLaunches.1." + std::to_string(sizeof(LayerRows)) + "." +
+inline const std::string kExpertLaunches = "tiermoe.ExpertLaunches.2." + std::to_string(sizeof(LayerRows)) + "." +
                                            std::to_string(sizeof(Group)) + "." + std::to_string(sizeof(ExpertLaunches));
 inline const std::string kLayerReads = "tiermoe.LayerReads.1." + std::to_string(sizeof(ReadPart)) + "." +
                                        std::to_string(sizeof(LayerReads));

@@ -182,6 +182,7 @@ class Experts {
         std::optional<Scratch> own, larger;
         Scratch& kept = few ? scratch_kept(stream) : own.emplace(scratch_of(scratch_(0, 0, pairs)));
         Pairs order{given.order, given.changed, dtype(given.weights), pairs, few ? kDecodePairs : pairs};
+        if (given.zeroed) nb::object(kept.held[4]).attr("zero_")();
         for (;;) {
             const Group* groups = nullptr;
             std::int64_t count = 0;
@@ -194,6 +195,7 @@ class Experts {
             order.count = 0;
             enqueue(tiles, scratch, rows.arg, kept.order, given.top_k, kept.y, stream);
         }
+        if (order.count && given.changed) put(kept.words, order, {}, stream);  // nothing ran here
         if (!given.changed) {
             const Rows shares(given.weights);
             return summed(kept.y, shares.arg, given.tokens, given.top_k, stream);

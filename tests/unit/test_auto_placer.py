@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from native_rigs import Stack
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.native_order import NativeWorth
-from tiermoe.actors.engine.layer import MoeLayer
+from tiermoe.actors.engine.layer import Hooks, MoeLayer
 from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
@@ -112,28 +114,42 @@ class _Parts:
     def route(self) -> Any:
         return _core.Routing(self._layer, EXPERTS, self._view.ids), ()
 
-    def routed(self) -> None:
+    def routed(self, routing: Any) -> None:
         self._rig.placer.show(self._layer, cast(Any, self._view))
 
     def send(self) -> None:
         return None
 
     def ahead(self) -> None:
+        return None
+
+    def begin(self, routing: Any) -> None:
         run, self._resident = self._rig.cache.core.planned
         self._run = tuple(run)
 
     def run(self, groups: Any, replicas: Any) -> None:
         return None
 
-    def join(self) -> Sequence[int]:
+    def lost(self) -> Sequence[int]:
         return ()
+
+    def peer_s(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def ran(self) -> None:
+        return None
 
     def combine(self) -> Any:
         if self._answer_s:
             answer: Any = SimpleNamespace(measured_s=self._answer_s, modelled_s=0.0)
             self._rig.stats.layers[self._layer].count_answer("ndp", self._waited_s, 1, 1, answer)
-        found = SimpleNamespace(run=self._run, resident=self._resident, remote=self.remote)
-        return found, 0.0, 0.0
+        return SimpleNamespace(run=self._run, resident=self._resident, remote=self.remote)
+
+
+def _parts_of(rig: ref[Rig]) -> Any:
+    found = rig()
+    assert found is not None
+    return found.parts
 
 
 class Rig:
@@ -161,7 +177,9 @@ class Rig:
         self.made = 0  # planners
         self.placer = AutoPlacer(self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, self._make, **more)
         self.placer.preload()
-        self.layers = [_core.PythonLayer(self.cache.core, i, EXPERTS, 1, _core.CpuLayers()) for i in range(LAYERS)]
+        self.parts: Any = None
+        begin, all_of = partial(_parts_of, ref(self)), _core.CpuLayers()
+        self.layers = [_core.PythonLayer(self.cache.core, i, EXPERTS, 1, all_of, begin) for i in range(LAYERS)]
         for layer in self.layers:
             layer.placement(self.placer.native)
 
@@ -180,8 +198,8 @@ class Rig:
 
     def layer(self, layer: int, *ids: Sequence[int], answer_s: float = 0.0, waited_s: float = 0.001) -> Any:
         """A layer's pass; ids: of each row. answer_s: of an NDP worker's kernels; waited_s: for its answer."""
-        parts = _Parts(self, layer, np.array(ids, np.int64), answer_s, waited_s)
-        found = self.layers[layer].run(parts)
+        self.parts = _Parts(self, layer, np.array(ids, np.int64), answer_s, waited_s)
+        found = self.layers[layer].run()
         self.cache.check_integrity()
         return found
 
@@ -456,8 +474,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     placer = AutoPlacer(cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel) for i in range(LAYERS)]
-    native.run_natively(layers)
+    layers = native.layers_of(cast(Any, backend), placer, kernel, Hooks())
     local, used, now_s = 0, [], 1.0
     placer._clock = lambda: now_s
     for _ in range(40):
@@ -475,7 +492,6 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
         cache.check_integrity()
     placer.begin_forward([])
     assert local == 36  # planned are four, after the first eight
-    assert native.planned == local * LAYERS  # each in one call
     assert [(layer, sorted(ids)) for what, layer, ids in [one for one in planner.told if one[0] == "used"]] == used
     assert len([one for one in planner.told if one[0] == "plan"]) == (40 - local) * LAYERS
     native.cache.close(), python.cache.close()
@@ -516,8 +532,7 @@ def _local(slots: int, planner: Any, pool: Any = None) -> tuple[Stack, AutoPlace
     placer = AutoPlacer(stack.cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = stack.layers[0].backend, stack.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, stack.cache, backend, placer, kernel) for i in range(LAYERS)]
-    stack.run_natively(layers)
+    layers = stack.layers_of(cast(Any, backend), placer, kernel, Hooks())
     return stack, placer, layers
 
 
@@ -576,7 +591,6 @@ def test_without_workers_prompts_are_local_too_and_native_code_counts_their_expe
     forward(("a", 1, True), ("b", 1, True), ("c", 1, True))
     parts = np.rint(both * 0.75).astype(int) + np.rint(both * 0.25).astype(int)
     assert planner.told[0] == ("prompt_end", (alone + parts).tolist(), 16, 3, 3)
-    assert stack.planned == 4 * LAYERS  # each in one call
     assert not [one for one in planner.told if one[0] == "plan"]
     placer.begin_forward([])
     assert [one[1] for one in planner.told if one[0] == "used"] == list(range(LAYERS))  # of the decode alone
@@ -682,8 +696,7 @@ def test_worth_that_is_no_number_leaves_first() -> None:
     assert order.victims(4, lambda key: True) == [1, 2, 3, 0]
 
 
-def test_only_local_forwards_run_in_one_call() -> None:
-    """Joined layers ask no placer: a forward that is planned must not be one."""
+def test_layers_in_one_call_ask_the_placer_where_it_plans() -> None:
     (stack, placer, layers), calls = _local(6, Scripted(), cast(Any, Pool())), list[int]()
 
     def run_layers(at: int, handles: Any, *rest: Any) -> int:
@@ -696,8 +709,9 @@ def test_only_local_forwards_run_in_one_call() -> None:
     for way in (0, 1, 0):
         placer.faster.only = way
         placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
-        assert joined.run(0, [hidden], hidden, hidden) == way * LAYERS
-    assert calls == [LAYERS]
+        assert joined.run(0, [hidden], hidden, hidden) == LAYERS
+        assert layers[0].shared.planned.now == (way == 0)
+    assert calls == [LAYERS] * 3
     stack.cache.close()
 
 
@@ -715,9 +729,7 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     reference = planner()
     cast(WorthEviction, python.cache.eviction).bind(slots, reference.worths)
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, native.cache, backend, placer, kernel) for i in range(LAYERS)]
-    native.run_natively(layers)
-    assert all(layer.joinable is not None for layer in layers)
+    layers = native.layers_of(cast(Any, backend), placer, kernel, Hooks())
     told = list[tuple[int, Any]]()
     for _ in range(60):
         native.cache.begin_forward(True), python.cache.begin_forward(True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tiermoe.actors.engine import engine, make_device
+from tiermoe.actors.engine.executors import executor_of
 from tiermoe.actors.engine.model.profile import PARTS, STEP_PARTS, HostPass, HostStep
-from tiermoe.actors.engine.native_layer import NativeLayer
 from tiermoe.benchmarks import host as host_bench
 from tiermoe.benchmarks.cases import Host, HostDevice
 from tiermoe.benchmarks.host import by_part, host
@@ -78,4 +78,4 @@ def test_a_layer_beside_a_gpu_is_timed_without_kernels_and_copies() -> None:
     assert table["layer, loads awaited", calls] > table["layer", calls]  # more launches
     assert [bar.limit for bar in report.bars] == [40.0]
     assert make_device.make_device.__module__ == make_device.__name__
-    assert engine.NativeLayer is NativeLayer
+    assert engine.executor_of is executor_of

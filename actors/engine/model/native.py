@@ -27,8 +27,8 @@ from torch import nn
 
 from ....errors import ConfigError
 from ....kernels.dense import Program
+from ..executors import CpuExecutor
 from ..layer import MoeLayer
-from ..native_layer import CpuLayer, asking_of
 from .lengths import lengths_of
 from .lowering import CannotLowerError, Lowering
 from .model import ExpertLayer, layer_of, replaced_layers
@@ -95,10 +95,11 @@ class Joined:
     def __init__(self, program: Program, layers: Sequence[ExpertLayer], stores: Sequence[Any]) -> None:
         self._program, self.by_cpu = program, False
         self.layers = [layer for layer in layers if isinstance(layer, MoeLayer)]
-        self._from: list[list[CpuLayer]] = [[]]  # from each layer on, those that join
+        self._from: list[list[CpuExecutor]] = [[]]  # from each layer on, those that join
         for layer, stored in zip(reversed(self.layers), reversed(stores[: len(self.layers)]), strict=True):
-            native, top_k = layer.joinable, stored[-1][0]
+            top_k = stored[-1][0]
             plain = [(top_k, torch.int64), (top_k, torch.float32)]
+            native = layer.executor if isinstance(layer.executor, CpuExecutor) else None
             if native is not None and stored == [((native.width,), torch.float32), *plain] and stored == stores[0]:
                 self._from.insert(0, [native, *self._from[0]])
             else:
@@ -110,16 +111,18 @@ class Joined:
         """Run layers from `at` on: how many. inputs: hidden, ids, weights; out: [T, H]; last: of the last segment."""
         natives = self._from[at]
         layers = self.layers[at : at + len(natives)]
-        if not natives or not layers[0].runs_natively or any(x.observers or "forward" in vars(x) for x in layers):
+        if not natives or any(x.alone or "forward" in vars(x) for x in layers):
             return 0
-        spent, ends, asking = self.spent[at:], at + len(natives) == len(self.layers), asking_of(natives, len(inputs[0]))
+        spent, ends, shared = self.spent[at:], at + len(natives) == len(self.layers), layers[0].shared
+        shared.begin(inputs, layers[0].placer)
+        shared.out = out
         ran = self._program.run_layers(
-            at + 1, self._handles[at], inputs, out, last if ends else None, asking, self.by_cpu, spent
+            at + 1, self._handles[at], inputs, out, last if ends else None, self.by_cpu, spent
         )
         if ran < 0:
             natives[-1 - ran].fail()
-        if ends and ran == len(natives):
-            natives[-1].end_forward(asking)
+        if ends:
+            shared.end_forward()
         return ran
 
 

@@ -21,6 +21,7 @@ from torch.autograd import DeviceType
 
 from ..dispatch import DeviceBackend
 from ..engine import ExpertEngine
+from ..executors import CpuExecutor, NativeExecutor
 from ..layer import MoeLayer
 from ..prefetching import RouterPrefetching
 from .native import Joined, NativeDense
@@ -221,10 +222,10 @@ def _time_layers(
             if part in parts and hasattr(owner, method) and (id(owner), method) not in wrapped:
                 wrapped.add((id(owner), method))
                 replaced.set(owner, method, _timed(clock, part, getattr(owner, method)))
-        if layer.native is not None and parts:
-            layer.native.time(not clock.counts_waits)
-            replaced.at_end(partial(layer.native.time, None))
-        if joined is not None and layer.joinable is not None:
+        if isinstance(layer.executor, NativeExecutor) and parts:
+            layer.executor.time(not clock.counts_waits)
+            replaced.at_end(partial(layer.executor.time, None))
+        if joined is not None and isinstance(layer.executor, CpuExecutor):
             continue
         host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
         replaced.set(layer, "forward", _timed_pass(clock, layer, host_waits, passes, misses))
@@ -240,14 +241,12 @@ def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
     yield "place", layer.placer, "where"
     yield "send", backend, "send"
     for hook in layer.hooks.ahead:
-        for method in ("layer", "skip"):
-            yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, method
-    for method in ("begin", "run"):
+        yield "prefetch" if isinstance(hook, RouterPrefetching) else "pre_evict", hook, "layer"
+    for method in ("begin", "run", "run_into"):
         yield "run", backend, method
     yield "join", backend, "join"
-    if layer.native is not None:
-        for method in ("run", "run_view"):
-            yield "native", layer.native, method  # less its reading, kernels and waits
+    if isinstance(layer.executor, NativeExecutor):
+        yield "native", layer.executor, "run"  # less its reading, kernels and waits
     yield from (("kernels", kernel, "run"), ("kernels", backend.low_bit, "run"), ("combine", kernel, "combine"))
 
 
@@ -380,7 +379,7 @@ def _timed_pass(
     forward = layer.forward
 
     def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        waited_s, native, missed = _waited_s(layer), layer.native, _missed(layer)
+        waited_s, executor, missed = _waited_s(layer), layer.executor, _missed(layer)
         clock.enter("other")
         try:
             return forward(hidden, ids, weights)
@@ -388,8 +387,8 @@ def _timed_pass(
             clock.leave()
             spent_s = clock.take(PARTS)
             waiting = "other"  # in the core
-            if native is not None and spent_s["native"] > 0:
-                for part, inside_s in native.parts_s().items():
+            if isinstance(executor, NativeExecutor) and spent_s["native"] > 0:
+                for part, inside_s in executor.parts_s().items():
                     inside_s = min(inside_s, spent_s["native"])
                     spent_s["native"] -= inside_s
                     spent_s[part] += inside_s

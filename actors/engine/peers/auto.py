@@ -129,7 +129,7 @@ class _Prompts:
         rows: the sequences of the present forward. now: uses by its prompts [L, E]; None: it has none.
     """
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    def __init__(self, shape: tuple[int, ...]) -> None:
         self.rows: list[SequenceRows] = []
         self.now: NDArray[np.int64] | None = None
         self._shape = shape
@@ -325,8 +325,9 @@ class AutoPlacer(PeerPlacer):
         rows, prompt, pool = sequences[-1].stop, not all(s.decode for s in sequences), self._pool
         local = True  # without workers there is nothing to choose
         if pool is not None and pool.available:
+            layers, experts = self._states.shape
             expected_s = forward_seconds(
-                planner.costs, *self._states.shape, planner.top_k, self.slots, len(pool.members), rows,
+                planner.costs, layers, experts, planner.top_k, self.slots, len(pool.members), rows,
                 None if prompt else self.native.missed,
             )  # fmt: skip
             local = self.faster.choose(rows, expected_s, prompt) == 1

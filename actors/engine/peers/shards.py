@@ -149,8 +149,6 @@ class Shards:
         if self._layer >= 0:
             self._iteration, self._layer = self._iteration + 1, -1
 
-    always = True  # as a Watcher
-
     def routed(self, layer: int, routing: _core.Routing) -> None:
         """The forward is at this layer. Layers rise within a forward: a lower one begins the next iteration."""
         if layer <= self._layer:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -232,17 +232,12 @@ class MissRule(Rerouting):
         )  # fmt: skip
         return Rerouted(found.ids, found.weights, found.substituted, found.dropped)
 
-    def native(self, layer: int) -> dict[str, Any] | None:
-        """What native code needs to do `reroute` of a layer on one GPU, with the arrays of this rule's state: fields of
-        `kernels.expert_ffn.Replace`. None: beta adapts.
-        """
+    def native(self, layer: int) -> Replacement | None:
+        """None: beta adapts."""
         if self._betas is not None:
             return None
-        return {
-            "buddies": self._buddies[layer], "options": self.options, "beta": self._beta, "full": self._full,
-            "emptied": self._emptied, "tau": None if self._taus is None else self._taus[layer], "draws": None,
-            "next": None,
-        }  # fmt: skip
+        tau = None if self._taus is None else self._taus[layer]
+        return Replacement(self._buddies[layer], self.options, tau, self._beta, self._full, self._emptied)
 
     def measured(self, link_bytes_per_s: float) -> None:
         """Measured link speed, for adaptive betas."""
@@ -311,9 +306,9 @@ class RandomRule(MissRule):
         self._generator = np.random.default_rng(seed)
         self._draws, self._next = self._generator.random(_DRAWS, np.float32), np.zeros(1, np.int64)
 
-    def native(self, layer: int) -> dict[str, Any] | None:
+    def native(self, layer: int) -> Replacement | None:
         found = super().native(layer)
-        return None if found is None else found | {"draws": self._draws, "next": self._next}
+        return None if found is None else found._replace(draws=self._draws, next=self._next)
 
     def _compatibility(
         self, ids: Ids, probabilities: NDArray[np.floating] | None, experts: int
@@ -337,6 +332,23 @@ class DropRule(MissRule):
     def make(cls, options: Any, context: PolicyContext) -> Rerouting:
         dropping = replace(options.substitution(context), fallback="drop")
         return cls(no_buddies(context.layers, context.experts), dropping, **options.gates(context))
+
+
+class Replacement(NamedTuple):
+    """`MissRule` of a layer on one GPU for native code, with the arrays of the rule's state.
+
+    tau, beta: None: no gate. full [L] bool, emptied [1] int64: the rule's state. draws [n] float32 and next [1] int64,
+    the first that was not read: in the place of the router's probabilities; None: those are read, if the options ask.
+    """
+
+    buddies: Buddies
+    options: SubstitutionOptions
+    tau: float | None
+    beta: float | None
+    full: NDArray[np.bool_]
+    emptied: NDArray[np.int64]
+    draws: NDArray[np.float32] | None = None
+    next: NDArray[np.int64] | None = None
 
 
 def no_buddies(layers: int, experts: int) -> list[Buddies]:

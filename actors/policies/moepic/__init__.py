@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ..eviction import Entry, EvictionPolicy, ValueOrder
-from ..prefetch import LayeredPrefetch, LayerSeen, NextLayerOptions, Wanted, WantedKeys
+from ..prefetch import LayeredPrefetch, LayerSeen, NativeScores, NextLayerOptions, Wanted, WantedKeys
 from ..registry import PolicyContext, PolicyOptions, register
 from .split import OMEGA, RHO
 
@@ -127,3 +127,6 @@ class SpeculativePrefetch(LayeredPrefetch):
             return []
         keys, scores = seen.rank.by_score(self.predicted, self.top, (seen.layer + 1) % self._layers * self._experts)
         return WantedKeys([keys], scores)
+
+    def native(self, layer: int) -> NativeScores:
+        return NativeScores(self.top, votes=False)
