@@ -546,8 +546,8 @@ class PythonLayer(Layer):
         begin: makes the `engine.layer.Pass` of the present pass; it refers weakly to what holds this layer.
         """
 
-    def run(self, parts: object) -> object:
-        """One pass; what `parts.combine` gives."""
+    def run(self) -> object:
+        """One pass; what `Pass.combine` gives."""
 
 class GpuLayer(Layer):
     """
