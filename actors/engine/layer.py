@@ -132,8 +132,9 @@ class Pass:
         self.work: Any = None
 
     def reroute(self) -> tuple[NDArray[Any], NDArray[np.float32], frozenset[int]] | None:
-        """Copies have landed: ids and weights that run [T, K], and keys of experts on low-bit replicas; None: the routing
-        stays as the model picked it.
+        """Copies have landed: ids and weights that run [T, K], and keys of experts on low-bit replicas.
+
+        None: the routing stays as the model picked it.
         """
         low, view = self._low(), self.view
         return (view.ids, view.weights, low) if low or view.ids is not view.picked else None
