@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from ..core import _core
 from ..policies.plan import Remote, Where
 from .cache.cache import ExpertCache
+from .hooks import NO_KEYS, Hooks
 from .stats import LayerStats
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -28,12 +28,10 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from ...kernels.expert_ffn import ExpertKernel
     from ..policies.routing import SequenceRows
-    from .host_view import Asked
     from .peers.remote import RemoteCall
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
-NO_KEYS: frozenset[int] = frozenset()
 
 
 class MoeLayer:
@@ -321,28 +319,6 @@ def report_passes(passes: _core.CpuLayers | _core.VirtualRun, on_passed: OnPasse
         on_passed(Passed._make(found))
 
 
-class View(Protocol):
-    """One layer of one forward, as the policies see it: `host_view.LayerView`, or a recorded layer.
-
-    picked: experts as the model picked them [T, K]. ids, weights: as they will run [T, K']. tokens: T.
-    """
-
-    picked: NDArray[Any]
-    ids: NDArray[Any]
-    tokens: int
-
-    @property
-    def weights(self) -> NDArray[np.float32]: ...
-
-    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
-        """From now on the layer runs these [T, K]. dropped: pairs of weight 0 do not run."""
-        ...
-
-    def routing(self, layer: int, experts: int) -> _core.Routing:
-        """The pairs that run, by expert. experts: of a layer."""
-        ...
-
-
 # as `ExpertKernel` and `PackedKernel` take them
 Groups: TypeAlias = "list[tuple[int, int, int, int, bool]]"
 Replicas: TypeAlias = "list[tuple[int, int, int]]"
@@ -382,62 +358,6 @@ class Backend(Protocol):
     def add(self, of: Pass, out: Any) -> None:
         """Add the sums of peers to those of native kernels."""
         ...
-
-
-class Native(Protocol):
-    """A layer of native kernels, for hooks whose rule native code has. core: takes the rule. held: what it uses."""
-
-    core: _core.Layer
-    held: list[object]
-
-    def finds(self, asked: Asked) -> bool:
-        """Whether native code finds a router's scores."""
-        ...
-
-    def router(self, asked: Asked | None) -> int:
-        """The number of a router in native code; -1: of none."""
-        ...
-
-
-class RerouteHook(Protocol):
-    def layer(self, index: int, view: Any) -> frozenset[int]:
-        """May change the view's routing; returns the keys of experts that run on low-bit replicas."""
-        ...
-
-    def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """What gives a layer of native kernels this rule; None: native code does not have it."""
-        ...
-
-
-class Watcher(Protocol):
-    """Is told of passes. One that has a method `passed`, too, is told so of native kernels' passes (`Passed`)."""
-
-    def routed(self, layer: int, routing: _core.Routing) -> None:
-        """A layer's final routing is known."""
-        ...
-
-    def ran(self, layer: int) -> None:
-        """A layer's experts have run."""
-        ...
-
-
-class AheadHook(Protocol):
-    def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """As of `RerouteHook`."""
-        ...
-
-    def layer(self, index: int, view: Any) -> None:
-        """The layer's demand loads are queued: prefetch for later layers, or free slots for them."""
-        ...
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """A policy's additions to each layer's step."""
-
-    reroute: Sequence[RerouteHook] = ()
-    watch: Sequence[Watcher] = ()
-    ahead: Sequence[AheadHook] = ()
 
 
 class Placer:

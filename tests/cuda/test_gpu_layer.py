@@ -14,8 +14,8 @@ from native_rigs import Stack
 
 from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.dispatch import DeviceBackend
+from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.host_view import HostViews
-from tiermoe.actors.engine.layer import Hooks
 from tiermoe.actors.engine.make_device import fetch_from
 from tiermoe.kernels.expert_ffn import Operands
 

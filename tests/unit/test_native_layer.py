@@ -15,7 +15,7 @@ from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
 from native_rigs import HOLD_S, RATE_GBPS, TOP, Stack, active, replacing, routed, unhurried
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.layer import Hooks
+from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.stats import SourceStats

@@ -30,8 +30,8 @@ from ...policies.residency import State
 from ...policies.routing import SequenceRows, take_ended
 from ...policies.worth import WorthOrder
 from ..cache.native_order import NativeWorth
+from ..hooks import Hooks
 from ..host_view import LayerView
-from ..layer import Hooks
 from ..stats import PlannerStats
 from .layer_times import LayerTimes, PlannedLayer
 from .placement import PeerPlacer
