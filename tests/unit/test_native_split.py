@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from cache_rigs import EXPERTS, KEYS, LAYERS
+from cache_rigs import EXPERTS, KEYS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_rigs import CUTS, HOLD_S, OMEGA, RATE_GBPS, RHO, SplitStack, forwards, unhurried
@@ -88,6 +88,7 @@ def _prefetches_under_way(held_s: float) -> None:
             assert torch.equal(*outs)
             assert native.known() == python.known()
     source = native.stats.source("test")
+    assert min(source.late, source.cancelled) > 0
     native.cache.close(), python.cache.close()
 
 
