@@ -87,7 +87,7 @@ class Stack:
     """The layers of one tiny model on one cache.
 
     Args:
-        native: in native calls; else the page runs every pass, with the order of eviction in Python.
+        native: kernels and parts; else Python's, and the order of eviction is Python's, too.
 
     """
 

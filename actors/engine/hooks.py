@@ -40,10 +40,14 @@ class View(Protocol):
 
 
 class Native(Protocol):
-    """A layer of native kernels, for hooks whose rule native code has. core: takes the rule. held: what it uses."""
+    """A layer of native kernels, for hooks whose rule native code has. held: what it uses."""
 
-    core: _core.Layer
     held: list[object]
+
+    @property
+    def core(self) -> _core.Layer:
+        """Takes the rule."""
+        ...
 
     def finds(self, asked: Asked) -> bool:
         """Whether native code finds a router's scores."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from weakref import ref
 
 import numpy as np
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from ...kernels.expert_ffn import ExpertKernel
     from ..policies.routing import SequenceRows
+    from .dispatch import DeviceBackend
     from .peers.remote import RemoteCall
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
@@ -63,7 +64,7 @@ class MoeLayer:
         self.check = check
         self.shared = Shared() if shared is None else shared
         self._view: Any = None  # of the present pass, where it was read before
-        self.executor: Executor = (PythonExecutor if make is None else make)(self)
+        self.executor: Executor = PythonExecutor(self) if make is None else make(self)
 
     @property
     def stats(self) -> LayerStats:
@@ -181,7 +182,7 @@ class Pass:
     def run_into(self, y: int, routing: _core.Routing, groups: Groups, replicas: Replicas) -> None:
         """What native kernels leave to Python's; y: the address of the pairs' rows [N, H]."""
         self.routing = routing
-        self.step.backend.run_into(self, y, groups, replicas)
+        cast("DeviceBackend", self.step.backend).run_into(self, y, groups, replicas)
 
     def lost(self) -> Sequence[int]:
         """All that is planned here has run: the experts of the next peer that is lost or late; empty: there is none."""
@@ -193,7 +194,7 @@ class Pass:
 
     def add(self, out: Any) -> None:
         """Add the sums of peers. out [T, H]; None: that of the present pass."""
-        self.step.backend.add(self, self.step.shared.out if out is None else out)
+        cast("DeviceBackend", self.step.backend).add(self, self.step.shared.out if out is None else out)
 
     def peer_s(self) -> tuple[float, float]:
         """Peers were joined: seconds that the GPU which waited longest waited, and those of the busiest link."""
@@ -217,13 +218,15 @@ class Pass:
 class Executor(Protocol):
     """Runs a layer's passes.
 
-    Attributes:
-        core: the layer in native code.
-        looks: it needs the view of each pass; else that is made where a part is Python's.
+    looks: it needs the view of each pass; else that is made where a part is Python's.
     """
 
-    core: _core.Layer
     looks: bool
+
+    @property
+    def core(self) -> _core.Layer:
+        """The layer in native code."""
+        ...
 
     def run(self, *inputs: Any) -> Any:
         """One pass: the inputs and the output of `MoeLayer.forward`."""
@@ -343,20 +346,12 @@ class Backend(Protocol):
         """Run experts that are in their slots, and replicas by their slot."""
         ...
 
-    def run_into(self, of: Pass, y: int, groups: Groups, replicas: Replicas) -> None:
-        """`run` in a pass of native kernels; y: the address of the pairs' rows."""
-        ...
-
     def join(self, of: Pass, call: RemoteCall) -> bool:
         """Take a peer's answer; False: there is none, and its experts run here, in full precision."""
         ...
 
     def combine(self, of: Pass) -> Any:
         """The layer's output, with the sums of peers."""
-        ...
-
-    def add(self, of: Pass, out: Any) -> None:
-        """Add the sums of peers to those of native kernels."""
         ...
 
 

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from ...actors.core import _core
 from ...actors.core._core import Clock, Routing, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.hooks import Hooks
 from ...actors.engine.host_view import Asked
-from ...actors.engine.layer import Groups, Hooks, MoeLayer, Pass, Placer, Replicas, report_passes
+from ...actors.engine.layer import Groups, MoeLayer, Pass, Placer, Replicas, report_passes
 from ...actors.engine.prefetching import NATIVE, Prefetching
 from ...actors.policies.prefetch import LayerSeen, Span
 from .machine import Machine

@@ -18,7 +18,8 @@ from ...actors.core import _core
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.native_order import fast_eviction
 from ...actors.engine.cache.slots import LowBitPart
-from ...actors.engine.layer import Hooks, MoeLayer, Placer
+from ...actors.engine.hooks import Hooks
+from ...actors.engine.layer import MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.prefetching import Prefetching
 from ...actors.engine.rerouting import LowBits, Rerouter, report_link_speed

@@ -1,4 +1,4 @@
-"""On a GPU a layer in one native call gives what the page gives, to the bit, and waits for its routing alone."""
+"""On a GPU native launches give what Python's kernels give, to the bit, and waits for its routing alone."""
 
 from __future__ import annotations
 
