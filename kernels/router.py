@@ -50,22 +50,19 @@ class LinearRouter:
         """
         return self._operands if rows <= MOST_GPU_ROWS else None
 
-    def on_host(self, hidden: torch.Tensor | int, softmax: bool, rows: int = 0) -> NDArray[np.float32] | None:
-        """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it.
-
-        hidden: or the address of so many float32 rows.
-        """
-        if not isinstance(hidden, int):
-            rows, width = hidden.shape
-            if width != self._width or hidden.dtype != torch.float32 or not hidden.is_contiguous():
-                return None
-            hidden = hidden.data_ptr()
+    def on_host(self, hidden: torch.Tensor, softmax: bool) -> NDArray[np.float32] | None:
+        """The scores of few rows in one native call; softmax: over the experts. None: a router or rows not for it."""
+        rows, width = hidden.shape
+        if width != self._width or hidden.dtype != torch.float32 or not hidden.is_contiguous():
+            return None
         if not self._native or not 0 < rows <= MOST_ROWS:
             return None
         layers, experts = self.layers, self._experts
         out = np.empty((rows, experts) if layers == 1 else (rows, layers, experts), np.float32)
         weight, bias = self._weight.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
-        _cpu.router_scores(hidden, rows, weight, self._width, self._outputs, bias, experts if softmax else 0, out)
+        _cpu.router_scores(
+            hidden.data_ptr(), rows, weight, self._width, self._outputs, bias, experts if softmax else 0, out
+        )
         return out
 
 

@@ -19,8 +19,9 @@ from tiermoe.actors.engine.cache.native_order import SplitOrder, fast_eviction
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.executors import executor_of
+from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.host_view import Asked, HostViews
-from tiermoe.actors.engine.layer import Hooks, MoeLayer, Placer, Shared
+from tiermoe.actors.engine.layer import MoeLayer, Placer, Shared
 from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
@@ -86,7 +87,7 @@ class Stack:
     """The layers of one tiny model on one cache.
 
     Args:
-        native: in native calls; else the page runs every pass, with the order of eviction in Python.
+        native: kernels and parts; else Python's, and the order of eviction is Python's, too.
 
     """
 

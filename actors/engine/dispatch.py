@@ -98,6 +98,7 @@ class DeviceBackend:
             of.step.kernel.run(hidden, pairs, groups, of.routing.top_k, y)
 
     def run_into(self, of: Pass, y: int, groups: Groups, replicas: Replicas) -> None:
+        """`run` in a pass of native kernels; y: the address of the pairs' rows."""
         if of.work is None:
             hidden = of.view.hidden.contiguous()
             of.work = _Rows(hidden, pairs_of(of.routing, hidden.device), _rows_at(y, of.routing.pairs, hidden.shape[1]))
@@ -124,6 +125,7 @@ class DeviceBackend:
         return out if out.dtype == hidden.dtype else out.to(hidden.dtype)
 
     def add(self, of: Pass, out: torch.Tensor) -> None:
+        """Add the sums of peers."""
         for call, partial in of.partials:
             sums = partial.to(out.dtype)
             if call.rows is None:

@@ -31,8 +31,9 @@ from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
 from .cache.slots import ExpertSource
 from .dispatch import DeviceBackend
 from .executors import executor_of
+from .hooks import Hooks, RerouteHook
 from .host_view import Asker, HostViews, share
-from .layer import Hooks, MoeLayer, Placer, RerouteHook, Shared
+from .layer import MoeLayer, Placer, Shared
 from .make_device import activations_of, fetch_from
 from .make_policies import (
     gate_probes,

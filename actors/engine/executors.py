@@ -58,11 +58,11 @@ class NativeExecutor:
         step.cache.native_steps = True
 
     def finds(self, asked: Asked) -> bool:
-        """As of `layer.Native`."""
+        """As of `hooks.Native`."""
         raise NotImplementedError
 
     def router(self, asked: Asked | None) -> int:
-        """As of `layer.Native`."""
+        """As of `hooks.Native`."""
         raise NotImplementedError
 
     def time(self, by_cpu: bool | None) -> None:

@@ -10,7 +10,6 @@ is copied, and scores are computed on access: a demand load need not wait for a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import c_float, c_int64
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -164,47 +163,9 @@ class LayerView:
         self.ids, self._weights = ids, np.ascontiguousarray(weights, np.float32)
         self.device_weights = upload_as(self.device_weights.dtype, self._weights, self.hidden.device)
 
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """hidden [T, H], ids and weights [T, K'] of the pairs that run, on the device."""
-        return self.hidden, upload(self.ids, self.hidden.device), self.device_weights
-
     def routing(self, layer: int, experts: int) -> _core.Routing:
         """The pairs that run, by expert."""
         return _core.Routing(layer, experts, self.ids)
-
-
-class StepView:
-    """`LayerView` for the hooks of a layer's native call, by the addresses of its inputs, which are its own.
-
-    Args:
-        hidden, ids: of float32 [tokens, width] and int64 [tokens, top_k], for as long as the call runs.
-    """
-
-    __slots__ = ("_hidden", "_ids", "_top_k", "_width", "tokens")
-
-    def __init__(self, hidden: int, ids: int, tokens: int, top_k: int, width: int) -> None:
-        self._hidden, self._ids, self.tokens, self._top_k, self._width = hidden, ids, tokens, top_k, width
-
-    @property
-    def picked(self) -> NDArray[np.int64]:
-        """Ids as the model picked them [tokens, top_k], a copy."""
-        return _memory(self._ids, c_int64, self.tokens, self._top_k).copy()
-
-    def scores(self, asked: Asked) -> NDArray[np.float32]:
-        """As of `LayerView`; computed with each call."""
-        on_host = None if asked.rows else getattr(asked.probe, "on_host", None)
-        found = None if on_host is None else on_host(self._hidden, asked.softmax, self.tokens)
-        if found is None:
-            import torch
-
-            hidden = torch.from_numpy(_memory(self._hidden, c_float, self.tokens, self._width))
-            found = scores_of(asked, hidden).numpy()
-        return found
-
-
-def _memory(address: int, kind: type[c_float] | type[c_int64], rows: int, columns: int) -> NDArray[Any]:
-    numbers: Any = (kind * (rows * columns)).from_address(address)
-    return np.frombuffer(numbers, kind).reshape(rows, columns)
 
 
 def _scores_on_host(asked: Asked, hidden: torch.Tensor) -> NDArray[np.float32]:

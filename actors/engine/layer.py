@@ -11,8 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 from weakref import ref
 
 import numpy as np
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from ..core import _core
 from ..policies.plan import Part, Where, by_peer
 from .cache.cache import ExpertCache
+from .hooks import NO_KEYS, Hooks
 from .stats import LayerStats
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
@@ -28,12 +28,11 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from ...kernels.expert_ffn import ExpertKernel
     from ..policies.routing import SequenceRows
-    from .host_view import Asked
+    from .dispatch import DeviceBackend
     from .peers.remote import RemoteCall
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
-NO_KEYS: frozenset[int] = frozenset()
 
 
 class MoeLayer:
@@ -65,7 +64,7 @@ class MoeLayer:
         self.check = check
         self.shared = Shared() if shared is None else shared
         self._view: Any = None  # of the present pass, where it was read before
-        self.executor: Executor = (PythonExecutor if make is None else make)(self)
+        self.executor: Executor = PythonExecutor(self) if make is None else make(self)
         if placer.native is not None:
             self.executor.core.placement(placer.native)
 
@@ -134,8 +133,9 @@ class Pass:
         self.work: Any = None
 
     def reroute(self) -> tuple[NDArray[Any], NDArray[np.float32], frozenset[int]] | None:
-        """Copies have landed: ids and weights that run [T, K], and keys of experts on low-bit replicas; None: the
-        routing stays as the model picked it.
+        """Copies have landed: ids and weights that run [T, K], and keys of experts on low-bit replicas.
+
+        None: the routing stays as the model picked it.
         """
         low, view = self._low(), self.view
         return (view.ids, view.weights, low) if low or view.ids is not view.picked else None
@@ -192,7 +192,7 @@ class Pass:
     def run_into(self, y: int, routing: _core.Routing, groups: Groups, replicas: Replicas) -> None:
         """What native kernels leave to Python's; y: the address of the pairs' rows [N, H]."""
         self.routing = routing
-        self.step.backend.run_into(self, y, groups, replicas)
+        cast("DeviceBackend", self.step.backend).run_into(self, y, groups, replicas)
 
     def lost(self) -> Sequence[int]:
         """All that is planned here has run: the experts of the next peer that is lost or late; empty: there is none."""
@@ -204,7 +204,7 @@ class Pass:
 
     def add(self, out: Any) -> None:
         """Add the sums of peers. out [T, H]; None: that of the present pass."""
-        self.step.backend.add(self, self.step.shared.out if out is None else out)
+        cast("DeviceBackend", self.step.backend).add(self, self.step.shared.out if out is None else out)
 
     def peer_s(self) -> tuple[float, float]:
         """Peers were joined: seconds that the GPU which waited longest waited, and those of the busiest link."""
@@ -228,13 +228,15 @@ class Pass:
 class Executor(Protocol):
     """Runs a layer's passes.
 
-    Attributes:
-        core: the layer in native code.
-        looks: it needs the view of each pass; else that is made where a part is Python's.
+    looks: it needs the view of each pass; else that is made where a part is Python's.
     """
 
-    core: _core.Layer
     looks: bool
+
+    @property
+    def core(self) -> _core.Layer:
+        """The layer in native code."""
+        ...
 
     def run(self, *inputs: Any) -> Any:
         """One pass: the inputs and the output of `MoeLayer.forward`."""
@@ -330,28 +332,6 @@ def report_passes(passes: _core.CpuLayers | _core.VirtualRun, on_passed: OnPasse
         on_passed(Passed._make(found))
 
 
-class View(Protocol):
-    """One layer of one forward, as the policies see it: `host_view.LayerView`, or a recorded layer.
-
-    picked: experts as the model picked them [T, K]. ids, weights: as they will run [T, K']. tokens: T.
-    """
-
-    picked: NDArray[Any]
-    ids: NDArray[Any]
-    tokens: int
-
-    @property
-    def weights(self) -> NDArray[np.float32]: ...
-
-    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
-        """From now on the layer runs these [T, K]. dropped: pairs of weight 0 do not run."""
-        ...
-
-    def routing(self, layer: int, experts: int) -> _core.Routing:
-        """The pairs that run, by expert. experts: of a layer."""
-        ...
-
-
 # as `ExpertKernel` and `PackedKernel` take them
 Groups: TypeAlias = "list[tuple[int, int, int, int, bool]]"
 Replicas: TypeAlias = "list[tuple[int, int, int]]"
@@ -376,10 +356,6 @@ class Backend(Protocol):
         """Run experts that are in their slots, and replicas by their slot."""
         ...
 
-    def run_into(self, of: Pass, y: int, groups: Groups, replicas: Replicas) -> None:
-        """`run` in a pass of native kernels; y: the address of the pairs' rows."""
-        ...
-
     def join(self, of: Pass, call: RemoteCall) -> bool:
         """Take a peer's answer; False: there is none, and its experts run here, in full precision."""
         ...
@@ -387,66 +363,6 @@ class Backend(Protocol):
     def combine(self, of: Pass) -> Any:
         """The layer's output, with the sums of peers."""
         ...
-
-    def add(self, of: Pass, out: Any) -> None:
-        """Add the sums of peers to those of native kernels."""
-        ...
-
-
-class Native(Protocol):
-    """A layer of native kernels, for hooks whose rule native code has. core: takes the rule. held: what it uses."""
-
-    core: _core.Layer
-    held: list[object]
-
-    def finds(self, asked: Asked) -> bool:
-        """Whether native code finds a router's scores."""
-        ...
-
-    def router(self, asked: Asked | None) -> int:
-        """The number of a router in native code; -1: of none."""
-        ...
-
-
-class RerouteHook(Protocol):
-    def layer(self, index: int, view: Any) -> frozenset[int]:
-        """May change the view's routing; returns the keys of experts that run on low-bit replicas."""
-        ...
-
-    def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """What gives a layer of native kernels this rule; None: native code does not have it."""
-        ...
-
-
-class Watcher(Protocol):
-    """Is told of passes. One that has a method `passed`, too, is told so of native kernels' passes (`Passed`)."""
-
-    def routed(self, layer: int, routing: _core.Routing) -> None:
-        """A layer's final routing is known."""
-        ...
-
-    def ran(self, layer: int) -> None:
-        """A layer's experts have run."""
-        ...
-
-
-class AheadHook(Protocol):
-    def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """As of `RerouteHook`."""
-        ...
-
-    def layer(self, index: int, view: Any) -> None:
-        """The layer's demand loads are queued: prefetch for later layers, or free slots for them."""
-        ...
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """A policy's additions to each layer's step."""
-
-    reroute: Sequence[RerouteHook] = ()
-    watch: Sequence[Watcher] = ()
-    ahead: Sequence[AheadHook] = ()
 
 
 class Placer:

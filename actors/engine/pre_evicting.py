@@ -14,7 +14,7 @@ from .cache.cache import ExpertCache
 from .host_view import Asked
 
 if TYPE_CHECKING:
-    from .layer import Native
+    from .hooks import Native
 
 Score = Callable[[int, Any], NDArray[np.floating] | None]
 
@@ -75,7 +75,7 @@ class PreEvicting:
                 cache.leave(victims, following)
 
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """As of `layer.AheadHook`; None: the eviction is not native code's."""
+        """As of `hooks.AheadHook`; None: the eviction is not native code's."""
         state = getattr(self._importance, "handle", None)  # of the state in native code
         if state is None or not self._routers:
             return None

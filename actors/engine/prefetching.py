@@ -28,7 +28,7 @@ from .host_view import Asked, Fetch, LayerView, share
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
-    from .layer import Native
+    from .hooks import Native
     from .model.model import MoeBlock, RouterProbe
     from .peers.shards import Shards
 
@@ -122,7 +122,7 @@ class Prefetching:
             self.ended()
 
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """As of `layer.AheadHook`."""
+        """As of `hooks.AheadHook`."""
         return None
 
     def idle(self, index: int, allowed: bool = True) -> bool:

@@ -17,11 +17,11 @@ from ..policies.hobbit import MixedPrecision
 from ..policies.residency import State
 from ..policies.routing import RerouteView, Rerouting
 from .cache.cache import ExpertCache
+from .hooks import NO_KEYS, View
 from .host_view import Asked
-from .layer import NO_KEYS, View
 
 if TYPE_CHECKING:
-    from .layer import Native
+    from .hooks import Native
     from .model.model import MoeBlock
     from .peers.shards import PeerCaches
 
@@ -85,7 +85,7 @@ class Rerouter:
         return NO_KEYS
 
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """As of `layer.RerouteHook`. A rule that reads other GPUs' caches is Python's."""
+        """As of `hooks.RerouteHook`. A rule that reads other GPUs' caches is Python's."""
         spec = None if self._peers is not None else self.rule.native(index)
         if isinstance(spec, Replacement):
             asked = self._asked[index]
@@ -126,7 +126,7 @@ class LowBits:
         self._keys = cache.where.keys
 
     def native(self, index: int, to: Native) -> None:
-        """As of `layer.RerouteHook`: it is Python's."""
+        """As of `hooks.RerouteHook`: it is Python's."""
         return None
 
     def layer(self, index: int, view: View) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""On a GPU a layer in one native call gives what the page gives, to the bit, and waits for its routing alone."""
+"""On a GPU native launches give what Python's kernels give, to the bit, and waits for its routing alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from native_rigs import Stack
 
 from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.dispatch import DeviceBackend
+from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.host_view import HostViews
-from tiermoe.actors.engine.layer import Hooks
 from tiermoe.actors.engine.make_device import fetch_from
 from tiermoe.kernels.expert_ffn import Operands
 

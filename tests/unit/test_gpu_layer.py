@@ -1,4 +1,4 @@
-"""A layer beside a GPU in one native call, against the page: same outputs, loads, victims, counters and order.
+"""A layer beside a GPU with native launches, against Python's kernels: same outputs, loads, victims and counters.
 
 What is launched is carried out by torch, from the tables on the device; one test has Triton interpret it.
 """
@@ -19,7 +19,8 @@ from native_rigs import CUTS, RATE_GBPS, SplitStack, Stack, active, forwards, re
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import SlotPool
-from tiermoe.actors.engine.layer import Hooks, Placer
+from tiermoe.actors.engine.hooks import Hooks
+from tiermoe.actors.engine.layer import Placer
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK
@@ -88,7 +89,7 @@ class SplitGpuStack(SplitStack):
 
 
 def both(slots: int, policy: str = "lru", **options: Any) -> tuple[GpuStack, GpuStack]:
-    """The layers in native calls, and on the page."""
+    """The layers with native launches, and with Python's kernels."""
     return GpuStack(slots, policy, **options), GpuStack(slots, policy, native=False, **options)
 
 

@@ -1,4 +1,4 @@
-"""A layer in one native call, against the page: same outputs, loads, victims, counters and order of eviction."""
+"""A layer with native kernels and parts decides as the same layer with Python's: outputs, loads, victims, counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
 from native_rigs import HOLD_S, RATE_GBPS, TOP, Stack, active, replacing, routed, unhurried
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.layer import Hooks
+from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.stats import SourceStats
@@ -259,7 +259,7 @@ def test_a_synchronous_prefetch_lands() -> None:
 
 
 def test_the_python_step_continues_with_copies_that_a_native_call_queued() -> None:
-    """A pass of many rows runs the page; a flush waits for every copy."""
+    """A pass of many rows runs a matrix product; a flush waits for every copy."""
     unhurried(_page_goes_on)
 
 

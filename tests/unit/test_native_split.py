@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from cache_rigs import EXPERTS, KEYS, LAYERS
+from cache_rigs import EXPERTS, KEYS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_rigs import CUTS, HOLD_S, OMEGA, RATE_GBPS, RHO, SplitStack, forwards, unhurried
@@ -30,7 +30,7 @@ PREFETCHES = ("speculative", "next-gate", "random", "none")
     ],
 )
 def test_native_calls_are_the_step_in_python(cut: str, prefetch: str, most: int, by_use: bool) -> None:
-    """Every decision is the same, forward by forward, at 8 rows all native, at more with single passes by the page."""
+    """Every decision is the same, forward by forward, at more than 8 rows with experts that a matrix product runs."""
     native, python = (SplitStack(CUTS[cut], on, prefetch=prefetch, by_use=by_use) for on in (True, False))
     for passes, spans in forwards(len(cut), 40, most):
         for one, other in zip(native.forward(passes, spans), python.forward(passes, spans), strict=True):
@@ -38,7 +38,6 @@ def test_native_calls_are_the_step_in_python(cut: str, prefetch: str, most: int,
         assert native.known() == python.known()
     waves = sum(layer.waves - layer.forwards for layer in native.stats.layers)
     assert waves > 0 or cut in ("halves", "no tops")
-    assert native.planned == 40 * LAYERS if most == 8 else 30 < native.planned < 40 * LAYERS
     native.cache.close(), python.cache.close()
 
 
@@ -50,7 +49,6 @@ def test_a_governor_that_judges_and_a_fixed_cut(min_useful: float, configured: b
     for passes, spans in forwards(1, 40, 2):
         native.forward(passes, spans), python.forward(passes, spans)
         assert native.known() == python.known()
-    assert native.planned > 60
     native.cache.close(), python.cache.close()
 
 
@@ -66,7 +64,6 @@ def test_a_new_cut_between_forwards(by_use: bool) -> None:
         for one, other in zip(native.forward(passes, spans), python.forward(passes, spans), strict=True):
             assert torch.equal(one, other)
         assert native.known() == python.known()
-    assert native.planned > 30
     native.cache.close(), python.cache.close()
 
 
@@ -91,7 +88,7 @@ def _prefetches_under_way(held_s: float) -> None:
             assert torch.equal(*outs)
             assert native.known() == python.known()
     source = native.stats.source("test")
-    assert min(source.late, source.cancelled, native.planned) > 0
+    assert min(source.late, source.cancelled) > 0
     native.cache.close(), python.cache.close()
 
 

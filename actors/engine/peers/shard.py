@@ -212,7 +212,7 @@ class ShardEngine:
 
 @dataclass(frozen=True)
 class _BatchView:
-    """A batch of the lead's rows as a `layer.View`. Each (row, expert) pair is a token of its own."""
+    """A batch of the lead's rows as a `hooks.View`. Each (row, expert) pair is a token of its own."""
 
     batch: ExpertBatch
 

@@ -156,7 +156,7 @@ class Shards:
         self._layer = layer
 
     def ran(self, layer: int) -> None:
-        """Part of `layer.Watcher`; nothing to do."""
+        """Part of `hooks.Watcher`; nothing to do."""
 
     def owner_of(self, key: int) -> int:
         """The shard that owns an expert, available or not; 0: the lead."""

@@ -1,0 +1,99 @@
+"""What a policy adds to each layer's pass: hooks of its rule, its watchers, and what looks ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core import _core
+
+if TYPE_CHECKING:
+    from .host_view import Asked
+
+NO_KEYS: frozenset[int] = frozenset()
+
+
+class View(Protocol):
+    """One layer of one forward, as the policies see it: `host_view.LayerView`, or a recorded layer.
+
+    picked: experts as the model picked them [T, K]. ids, weights: as they will run [T, K']. tokens: T.
+    """
+
+    picked: NDArray[Any]
+    ids: NDArray[Any]
+    tokens: int
+
+    @property
+    def weights(self) -> NDArray[np.float32]: ...
+
+    def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
+        """From now on the layer runs these [T, K]. dropped: pairs of weight 0 do not run."""
+        ...
+
+    def routing(self, layer: int, experts: int) -> _core.Routing:
+        """The pairs that run, by expert. experts: of a layer."""
+        ...
+
+
+class Native(Protocol):
+    """A layer of native kernels, for hooks whose rule native code has. held: what it uses."""
+
+    held: list[object]
+
+    @property
+    def core(self) -> _core.Layer:
+        """Takes the rule."""
+        ...
+
+    def finds(self, asked: Asked) -> bool:
+        """Whether native code finds a router's scores."""
+        ...
+
+    def router(self, asked: Asked | None) -> int:
+        """The number of a router in native code; -1: of none."""
+        ...
+
+
+class RerouteHook(Protocol):
+    def layer(self, index: int, view: Any) -> frozenset[int]:
+        """May change the view's routing; returns the keys of experts that run on low-bit replicas."""
+        ...
+
+    def native(self, index: int, to: Native) -> Callable[[], object] | None:
+        """What gives a layer of native kernels this rule; None: native code does not have it."""
+        ...
+
+
+class Watcher(Protocol):
+    """Is told of passes. One that has a method `passed`, too, is told so of native kernels' passes (`Passed`)."""
+
+    def routed(self, layer: int, routing: _core.Routing) -> None:
+        """A layer's final routing is known."""
+        ...
+
+    def ran(self, layer: int) -> None:
+        """A layer's experts have run."""
+        ...
+
+
+class AheadHook(Protocol):
+    def native(self, index: int, to: Native) -> Callable[[], object] | None:
+        """As of `RerouteHook`."""
+        ...
+
+    def layer(self, index: int, view: Any) -> None:
+        """The layer's demand loads are queued: prefetch for later layers, or free slots for them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """A policy's additions to each layer's step."""
+
+    reroute: Sequence[RerouteHook] = ()
+    watch: Sequence[Watcher] = ()
+    ahead: Sequence[AheadHook] = ()
