@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from fake_gpu import FakeGpu
+from reference import LayerPlan, Load
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
@@ -21,7 +22,6 @@ from tiermoe.actors.engine.cuda.stream_link import StreamLinking
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
-from tiermoe.actors.policies.plan import LayerPlan
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
@@ -50,11 +50,18 @@ def begin_layer(
     """
     if arrivals:
         cache.poll(layer)
-    plan = cache.plan(cache.core.open(layer, list(keys), [1] * len(keys), 1, list(low)), frozenset(keep))
-    cache.begin()
-    cache.load()
+    plan = plan_layer(cache, cache.core.open(layer, list(keys), [1] * len(keys), 1, list(low)), keep)
+    cache.core.begin()
+    cache.core.load()
     cache.prefetch(guesses)
     return plan
+
+
+def plan_layer(cache: ExpertCache, here: Sequence[int], keep: Collection[int] = ()) -> LayerPlan:
+    """The core's plan of the segments that run on this device."""
+    run, resident, arriving, loads = cache.core.plan(here, list(keep))
+    found = [Load(key, None if victim < 0 else victim, after) for key, victim, after in loads]
+    return LayerPlan(tuple(run), resident, arriving, tuple(found))
 
 
 def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] = lambda segment: None) -> None:
@@ -65,7 +72,8 @@ def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] 
             break
         for segment in plan.run[first:stop]:
             run(segment)
-    cache.close_pass()
+    cache.core.close()
+    cache.draw()
 
 
 def place_of(cache: ExpertCache, segment: int, slot: int) -> tuple[int, int]:

@@ -239,7 +239,7 @@ class SplitStack(Stack):
         self._attach(Hooks(watch=(self.configuring,) if configured else (), ahead=ahead), native)
 
     def forward(self, passes: list[tuple[torch.Tensor, ...]], spans: list[SequenceRows]) -> list[torch.Tensor]:
-        self.cache.begin_forward(all(span.decode for span in spans))
+        self.cache.core.decode_only = all(span.decode for span in spans)
         if self.ahead is not None:
             self.ahead.begin_forward(spans)
         found = []

@@ -9,12 +9,37 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiermoe.actors.policies.eviction import EvictionPolicy
-from tiermoe.actors.policies.plan import LayerPlan, Load, PlanError
+from tiermoe.actors.policies.plan import PlanError
 
 ABSENT, LOADING, RESIDENT = range(3)
+
+
+class Load(NamedTuple):
+    """Bring `key` into the cache once the first `after` experts of the plan have run.
+
+    evict: the expert that loses its slot; None: a free slot.
+    """
+
+    key: int
+    evict: int | None
+    after: int
+
+
+class LayerPlan(NamedTuple):
+    """What one layer does here, in order.
+
+    `run`: `resident` resident ones, then `arriving` ones in flight, then those to load, in load order. `loads` is
+    ordered by `after`; a `Load` at `after = i` is issued when `run[:i]` is done, so a working set larger than the pool
+    runs in waves.
+    """
+
+    run: tuple[int, ...]
+    resident: int
+    arriving: int
+    loads: tuple[Load, ...]
 
 
 @dataclass

@@ -616,12 +616,6 @@ class Routing:
         of these rows, rising. weights: of all pairs [T, K].
         """
 
-    def open(self, core: Core, low: Sequence[int]) -> list[int]:
-        """`ExpertCache.open`."""
-
-    def next(self, core: Core, neurons: int) -> tuple[list[tuple[int, int, int, int, bool]], list[tuple[int, int, int]]] | None:
-        """`ExpertCache.next`."""
-
 class Driver:
     """
     The calls of a GPU's driver that a link makes, by address (actors/core/driver.hpp).

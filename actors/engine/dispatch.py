@@ -78,7 +78,7 @@ class DeviceBackend:
         parts: dict[str, list[Remote]] = {}
         for remote in of.remote:
             parts.setdefault(remote.peer, []).append(remote)
-        weights, decode = of.view.weights, self.cache.decode_only
+        weights, decode = of.view.weights, self.cache.core.decode_only
         return [peer_named(name).send(of.routing, part, outgoing, weights, decode) for name, part in parts.items()]
 
     def begin(self, of: Pass) -> _Rows:
@@ -157,7 +157,7 @@ class DeviceBackend:
             if answer is not None:
                 args = {"experts": experts, "pairs": call.pairs, "kernel_us": round(answer.measured_s * 1e6, 1)}
                 timeline.span(peer.name, f"L{layer} {name}", call.sent_s, call.sent_s + answer.paced_s, args)
-        stats.count_answer(layer, peer.kind, waited_s, experts, call.pairs, answer, self.cache.decode_only)
+        stats.count_answer(layer, peer.kind, waited_s, experts, call.pairs, answer, self.cache.core.decode_only)
         if answer is None:
             return None
         if peer.kind == "ndp":

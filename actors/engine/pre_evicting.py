@@ -74,7 +74,7 @@ class PreEvicting:
                 decide.threshold, decide.most,
             )  # fmt: skip
             if victims:
-                cache.leave(victims, following)
+                cache.core.leave(victims, following)
 
     def native(self, index: int) -> ReleaseAhead | None:
         """What native code needs to free slots at this layer; None: the eviction is not its."""
@@ -100,7 +100,7 @@ class PreEvicting:
         held = residency.occupied(first, first + self._experts)
         slots = self._decide.slots(logits, held)
         if slots > residency.free_slots:
-            self._cache.vacate(slots, layer)
+            self._cache.core.vacate(slots, layer)
 
 
 def last_rows(spans: Sequence[Any]) -> list[int]:

@@ -256,7 +256,7 @@ class SimulatedEngine:
         """Load every expert on its GPU."""
         keys = range(self.stats.experts)
         shards = self._backend.shards
-        self.cache.preload([key for key in keys if shards is None or shards.owner_of(key) == 0])
+        self.cache.core.preload([key for key in keys if shards is None or shards.owner_of(key) == 0])
         if shards is not None:
             shards.preload(keys)()
 
@@ -338,7 +338,7 @@ class SimulatedEngine:
         """One forward pass over these iterations; advances the clock."""
         spans = spans_of(parts)
         self.clock.advance(self.machine.forward_s)  # the batching loop is over when a forward is announced
-        self.cache.begin_forward(all(part.decode for _, part in parts))
+        self.cache.core.decode_only = all(part.decode for _, part in parts)
         if self._configuring is not None:
             self._configuring.begin_forward()
         if self._prefetching is not None:
@@ -349,7 +349,7 @@ class SimulatedEngine:
             report_link_speed(self._rerouting, self.cache)
         self._placer.begin_forward(cast(Any, rows_of(spans)))
         for shard in self._shards:
-            shard.cache.begin_forward(self.cache.decode_only)
+            shard.cache.core.decode_only = self.cache.core.decode_only
         for name, part in parts:
             self._context[name] = self._context.get(name, 0) + len(part.tokens)
         forward = RecordedForward(parts)

@@ -84,14 +84,14 @@ class SimulatedShard:
 
     def run(self, layer: int, part: Routing) -> ExpertResult:
         """The experts of a layer; the clock advances. The result has no sums."""
-        begin_s, before = self.clock.now_s, self.cache.counts(layer)
+        begin_s, before = self.clock.now_s, self.cache.core.counts(layer)
         passed = range(self._layer + 1, layer) if layer > self._layer else range(layer)
         for index in passed:
-            self.cache.drop_stale(index, ())
+            self.cache.core.drop_stale(index, [])
         self._layer = layer
         self.layers[layer].forward(part)
         self.cache.settle_times()
-        total_s, counts = self.clock.now_s - begin_s, self.cache.counts(layer)
+        total_s, counts = self.clock.now_s - begin_s, self.cache.core.counts(layer)
         nothing: Any = None
         measured_s = total_s - (counts.blocked_io_s - before.blocked_io_s)
         return ExpertResult(nothing, measured_s, counts.link_s - before.link_s, total_s)
@@ -106,9 +106,9 @@ class SimulatedShard:
         self._placer.keep = frozenset(keys)
         self.cache.poll()
         if preload:
-            self.cache.preload(keys)
+            self.cache.core.preload(keys)
         else:
-            self.cache.migrate(keys, keep_others=keep_others)
+            self.cache.core.migrate(keys, keep_others)
 
 
 class SimulatedShards:
@@ -261,7 +261,8 @@ def join(task: SimulatedTask, clock: Clock, host: LeadHost, cache: ExpertCache, 
     waited_s = max(0.0, task.done_s - clock.now_s)
     clock.now_s += waited_s
     host.handle()
-    cache.stats.count_answer(layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.decode_only)
+    decode = cache.core.decode_only
+    cache.stats.count_answer(layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, decode)
 
 
 def rows_of(spans: Sequence[Span]) -> list[SequenceRows]:

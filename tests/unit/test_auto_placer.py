@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from cache_rigs import BIASED, EXPERTS, LAYERS, SHAPE, GatedDevice, LayerWeights, SlotMemory, SlotPool
+from cache_rigs import BIASED, EXPERTS, LAYERS, SHAPE, GatedDevice, end_layer, plan_layer
 from hypothesis import given
 from hypothesis import strategies as st
 from native_rigs import Stack
@@ -17,6 +17,7 @@ from native_rigs import Stack
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.native_order import NativeWorth
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
 from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
@@ -135,7 +136,7 @@ class Rig:
         for name, count, decode in rows:
             found.append(SimpleNamespace(name=name, start=at, stop=at + count, decode=decode))
             at += count
-        self.cache.begin_forward(all(decode for *_, decode in rows))
+        self.cache.core.decode_only = all(decode for *_, decode in rows)
         self.placer.begin_forward(found)
 
     def layer(self, layer: int, *ids: Sequence[int], answer_s: float = 0.0, waited_s: float = 0.001) -> Any:
@@ -145,24 +146,22 @@ class Rig:
         picked = np.array(ids, np.int64)
         routing, view = _core.Routing(layer, EXPERTS, picked), SimpleNamespace(ids=picked)
         cache.poll(layer)
-        needed = cache.open(routing)
+        needed = cache.core.open(layer, [layer * EXPERTS + e for e in routing.experts], routing.counts, len(ids), [])
         found = placer.where(layer, needed, routing, view)  # type: ignore[arg-type]
-        plan = cache.plan(found.here, found.keep)
-        cache.begin()
-        cache.load()
+        plan = plan_layer(cache, found.here, found.keep)
+        cache.core.begin()
+        cache.core.load()
         placer.layer(layer, view)
-        while cache.next(routing) is not None:
-            pass
         if answer_s:
             answer = SimpleNamespace(measured_s=answer_s, modelled_s=0.0)
             self.stats.layers[layer].count_answer("ndp", waited_s, 1, 1, answer)  # type: ignore[arg-type]
-        cache.close_pass()
+        end_layer(cache, plan)
         placer.ran(layer)
         cache.check_integrity()
-        return SimpleNamespace(**plan._asdict(), remote=tuple(found.remote))
+        return SimpleNamespace(**plan._asdict(), remote=tuple(found.remote), keep=found.keep)
 
     def settle(self) -> None:
-        self.cache.land_all()
+        self.cache.core.wait_all()
 
     def resident(self) -> set[int]:
         return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
@@ -338,18 +337,17 @@ def test_a_layer_of_a_local_forward_that_comes_to_the_page_loads_every_miss(rig:
         rig.cache.flush()
 
 
-def test_a_local_prompts_misses_find_slots_side_by_side(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_prompts_misses_find_slots_side_by_side(rig: Rig) -> None:
     """Before, a layer had its share of two slots: of four misses each waited for the one before it, and ran alone."""
     rig.begin(("a", 1, True))
     for layer in range(LAYERS):
         rig.layer(layer, [0, 1])
-    kept, plan = list[frozenset[int]](), rig.cache.plan
-    monkeypatch.setattr(rig.cache, "plan", lambda needed, keep: kept.append(keep) or plan(needed, keep))
+    kept = list[set[int]]()
     rig.planner.worths[:] = [[9.0] * EXPERTS, [1.0, 4.0, 0.0, 0.0], [2.0, 3.0, 0.0, 0.0]]
     for local in (False, True):
         rig.begin(("b", 4, False))
         rig.placer.local = local
-        rig.layer(0, [0, 1], [2, 3], [0, 1], [2, 3])
+        kept.append(set(rig.layer(0, [0, 1], [2, 3], [0, 1], [2, 3]).keep))
     assert kept == [{4, 5, 8, 9}, {5, 9}]  # of layers 1 and 2, then those of greater worth
 
 
@@ -438,7 +436,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     placer._clock = lambda: now_s
     for _ in range(40):
         rows: Any = [SimpleNamespace(name="a", start=0, stop=1, decode=True)]
-        cache.begin_forward(True)
+        cache.core.decode_only = True
         placer.begin_forward(rows)
         local += placer.local
         now_s += 1.0 if placer.local else 2.0
@@ -474,7 +472,7 @@ def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
     layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
     for name, count in [("a", 6), *[("a", 1)] * 10, ("b", 8), *[("b", 1)] * 10]:
         rows: Any = [SimpleNamespace(name=name, start=0, stop=count, decode=count == 1)]
-        cache.begin_forward(count == 1)
+        cache.core.decode_only = count == 1
         placer.begin_forward(rows)
         for index, layer in enumerate(layers):
             picked = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(count)])
@@ -519,7 +517,7 @@ def test_the_share_of_misses_is_learned_from_decodes() -> None:
     inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2)
     assert placer._missed is None
     for share in (1.0, 0.98):  # both are loaded, and there the second time
-        stack.cache.begin_forward(True)
+        stack.cache.core.decode_only = True
         placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
         layer.forward(*inputs)
         assert placer._missed == pytest.approx(share)
@@ -538,7 +536,7 @@ def test_without_workers_prompts_are_local_too_and_native_code_counts_their_expe
         for name, count, decode in rows:
             found.append(SimpleNamespace(name=name, start=at, stop=at + count, decode=decode))
             at += count
-        stack.cache.begin_forward(all(decode for *_, decode in rows))
+        stack.cache.core.decode_only = all(decode for *_, decode in rows)
         placer.begin_forward(cast(Any, found))
         assert placer.local
         picked = [np.stack([rng.permutation(EXPERTS)[:2] for _ in range(at)]) for _ in layers]
@@ -697,7 +695,7 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     assert all(layer.joinable is not None for layer in layers)
     told = list[tuple[int, Any]]()
     for _ in range(60):
-        native.cache.begin_forward(True), python.cache.begin_forward(True)
+        native.cache.core.decode_only = python.cache.core.decode_only = True
         placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
         for index, used in told:
             reference.used(index, used)

@@ -43,7 +43,8 @@ def routed(tokens: int, experts: list[int], counts: list[int]) -> Any:
 
 def fake_cache(layers: int) -> Any:
     counted = [LayerStats() for _ in range(layers)]
-    return SimpleNamespace(decode_only=False, counted=counted, counts=counted.__getitem__)
+    core = SimpleNamespace(decode_only=False, counts=counted.__getitem__)
+    return SimpleNamespace(core=core, counted=counted)
 
 
 class Recording(Recorder):
@@ -56,7 +57,7 @@ class Recording(Recorder):
 
 def forward(recorder: Recording, cache: Any, clock: Clock, decode: bool, waits_s: float = 0.0) -> Step:
     """Two layers, each entered 1 s after what was before, 3 s long."""
-    cache.decode_only = decode
+    cache.core.decode_only = decode
     recorder.steps.clear()
     for layer in range(2):
         assert recorder.steps == []
@@ -205,7 +206,7 @@ class TestConfiguring:
 
 
 def forward_hooks(configuring: Configuring, cache: Any, clock: Clock) -> None:
-    cache.decode_only = True
+    cache.core.decode_only = True
     for layer in range(2):
         configuring.routed(layer, routed(1, [layer], [1]))
         configuring.ran(layer)

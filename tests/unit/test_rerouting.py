@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import torch
 import traces
-from cache_rigs import begin_layer
+from cache_rigs import begin_layer, end_layer
 
 from tiermoe.actors.combinations import check_combination
-from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
@@ -235,15 +234,20 @@ class Mixed:
     def forward(self, layer: int, full: list[int], low: list[int]) -> torch.Tensor:
         """One row through these experts of a layer, as `MoeLayer` runs it: y, one row for each."""
         cache, base, experts = self.cache, layer * EXPERTS, [*full, *low]
-        begin_layer(cache, layer, [base + e for e in experts], low=[base + e for e in low])
+        plan = begin_layer(cache, layer, [base + e for e in experts], low=[base + e for e in low])
         hidden = torch.linspace(-1, 1, HIDDEN)[None]
         y = torch.full((len(experts), HIDDEN), float("nan"))
-        routing = _core.Routing(layer, EXPERTS, np.array([experts]))
-        while (found := cache.next(routing)) is not None:
-            groups, replicas = found
-            self.packed.run(hidden, torch.arange(len(experts)), replicas, routing.top_k, y)
-            self.kernel.run(hidden, torch.arange(len(experts)), groups, routing.top_k, y)
-        cache.close_pass()
+        order, top_k = torch.arange(len(experts)), len(experts)
+
+        def run(segment: int) -> None:
+            at, slot = experts.index(segment % EXPERTS), self.residency.slot(segment)
+            if segment < KEYS:
+                groups = [(at, at + 1, slot * cache.neurons, cache.neurons, False)]
+                self.kernel.run(hidden, order, groups, top_k, y)
+            else:
+                self.packed.run(hidden, order, [(at, at + 1, slot - 3)], top_k, y)
+
+        end_layer(cache, plan, run)
         cache.check_integrity()
         for i, expert in enumerate(experts):
             torch.testing.assert_close(y[i], self.alone(layer, expert, i >= len(full), hidden)[0])
@@ -263,7 +267,7 @@ class Mixed:
         return self.cache.live_stats()
 
     def settle(self) -> None:
-        self.cache.land_all()
+        self.cache.core.wait_all()
         self.cache.check_integrity()
 
 
@@ -328,7 +332,7 @@ def test_guesses_of_either_kind(mixed: Mixed) -> None:
     mixed.settle()
     assert residency.state(KEYS + 7) == State.ABSENT
     cache.prefetch([9, KEYS + 10])
-    cache.drop_stale(1, [])
+    cache.core.drop_stale(1, [])
     mixed.settle()
 
 

@@ -117,7 +117,7 @@ def test_queued_copies_can_be_cancelled_and_promoted() -> None:
 def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
     """TTFT is the prompt's forward, TPOT a forward of one row; a second request does not wait for the first."""
     engine = SimulatedEngine(trace.header, machine(), 1.0, Lru(), check=True)
-    engine.cache.preload(range(18))
+    engine.cache.core.preload(range(18))
     request = list(trace.requests())[1]  # one prompt token, then three
     served = serve(engine, [request])
     one = 1e-3 + 3 * (1e-4 + 2 * 2e-4)
@@ -130,7 +130,7 @@ def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
 
 def test_prefill_rows_cost_what_the_machine_says(trace: Trace) -> None:
     engine = SimulatedEngine(trace.header, machine(), 1.0, Lru())
-    engine.cache.preload(range(18))
+    engine.cache.core.preload(range(18))
     (step, *_) = next(trace.requests()).iterations
     engine.forward([("a", step)])
     expected = 1e-3

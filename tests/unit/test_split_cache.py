@@ -247,7 +247,7 @@ def disturb(engine: ExpertEngine, draw: st.DrawFn, call: Call) -> None:
     cache.poll()
     for segment in sorted(residency.held()):
         if chance.random() < 0.25 and residency.state(segment) != State.ABSENT:
-            cache.leave([segment], call.layer)
+            cache.core.leave([segment], call.layer)
     cache.check_integrity()
     cache.prefetch(call.prefetches)
     cache.check_integrity()

@@ -123,7 +123,7 @@ def test_demand_goes_before_what_waits() -> None:
     assert not rig.link.waiting
     assert rig.residency.state(5) == State.ABSENT
     assert rig.residency.state(4) == State.LOADING  # enqueued: it arrives
-    rig.cache.abandon()
+    rig.cache.core.abandon()
     rig.finish()
 
 
@@ -162,7 +162,7 @@ def test_two_streams_share_one_link() -> None:
 def test_preload_and_flush_wait_for_the_bytes() -> None:
     rig = Rig(3)
     rig.gpu.idle = True
-    rig.cache.preload([0, 1, 2])
+    rig.cache.core.preload([0, 1, 2])
     assert rig.stats.bytes_preloaded == 3 * CARRIED
     assert rig.link.pending == 0
     rig.cache.settle_times()
@@ -182,7 +182,7 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_forward_alone(monkeypatch: pyt
         with pytest.raises(RuntimeFailure, match="MoE layer 0 failed: no such memory"):
             rig.forward(0, [1])
         assert rig.residency.pins == 0
-        rig.cache.abandon()
+        rig.cache.core.abandon()
     rig.cache.poll()
     assert rig.stats.layers[1].failed_prefetches == 1
     rig.forward(0, [1])
@@ -206,7 +206,7 @@ def test_where_the_driver_refuses_no_expert_without_its_weights_is_resident(
         patch.setattr(rig.gpu, call, _refuse)
         with pytest.raises(RuntimeFailure, match="no such memory"):
             rig.forward(0, [1, 2])
-        rig.cache.abandon()
+        rig.cache.core.abandon()
     rig.cache.poll()
     assert not rig.resident()
     rig.forward(0, [1, 2])  # reads their bytes
@@ -235,17 +235,17 @@ def disturb(rig: Rig, chance: random.Random, cuts: Sequence[SplitLayout] = ()) -
     if what == 0:
         for key in sorted(rig.residency.held()):
             if chance.random() < 0.4 and rig.residency.state(key) != State.ABSENT:
-                cache.leave([key], 0)
+                cache.core.leave([key], 0)
     elif what == 1:
         cache.prefetch(chance.sample(range(KEYS), 3))
     elif what == 2 and not cuts:
-        cache.migrate(chance.sample(range(KEYS), 3), keep_others=chance.random() < 0.5)
+        cache.core.migrate(chance.sample(range(KEYS), 3), chance.random() < 0.5)
     elif what == 3 and not cuts:
-        cache.vacate(chance.randrange(3), 1)
+        cache.core.vacate(chance.randrange(3), 1)
     elif what == 4:
         rig.gpu.compute = rig.gpu.stream(name="another compute")
     elif what == 5:
-        cache.finish_prefetch(chance.sample(range(KEYS), 2), 0)
+        cache.core.finish_prefetch(chance.sample(range(KEYS), 2), 0)
     elif what == 6 and chance.random() < 0.3:
         cache.flush()
     elif what == 7 and cuts:

@@ -65,7 +65,7 @@ class LayerTimes:
 
     def counted(self, layer: int) -> Counted:
         """So far."""
-        stats, blocked_s = self._cache.stats.layers[layer], self._cache.counts(layer).blocked_io_s
+        stats, blocked_s = self._cache.stats.layers[layer], self._cache.core.counts(layer).blocked_io_s
         return stats.ndp_calls, stats.ndp_measured_s, stats.ndp_wait_s, blocked_s, stats.shard_wait_s
 
     def ended(self, found: PlannedLayer, now_s: float, copies: bool) -> None:

@@ -104,7 +104,7 @@ class SpeculativePrefetch(LayeredPrefetch):
     State: none. Rule: after layer i's router, layer i+1's router runs on layer i's post-attention activation h^i,
     s_pred = softmax(R^{i+1}(h^i)) (equation 3), and experts are prefetched by descending s_pred (`by_score`). The last
     layer prefetches for the first one, from each sequence's last row, as AdapMoE. Prefetch of a layer ends when its
-    routing is known: queued loads are promoted if needed, else cancelled (`ExpertCache.drop_stale`). Of an expert with
+    routing is known: queued loads are promoted if needed, else cancelled (`Core.drop_stale`). Of an expert with
     a cached top only the bottom is loaded. Of a batch each row names its `top` experts; the union is ordered by the
     highest score of any row. Cost per layer: T * H * E multiply-adds, O(E log E + T E) comparisons.
 
