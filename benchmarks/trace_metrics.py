@@ -229,7 +229,7 @@ def moepic_table1(
 
 
 def _lcp(rho: float, omega: int, ids: Ids) -> EvictionPolicy:
-    return Lcp(rho, omega, one_layer=True)
+    return Lcp(1, int(ids.max(initial=0)) + 1, rho, omega)
 
 
 # -- fMoE: what expert maps find (Figures 8, 14a) ----------------------------------------------------------------------

@@ -42,6 +42,12 @@ class LayerPlan(NamedTuple):
     loads: tuple[Load, ...]
 
 
+def of_class(order: Any, slot_class: int) -> EvictionPolicy:
+    """The order of one class of slots; most have only one."""
+    found: EvictionPolicy = order.of_class(slot_class) if hasattr(order, "of_class") else order
+    return found
+
+
 @dataclass
 class Slots:
     """Where segments live: `core::Layout`. nbytes: 0 where there is no such segment; slots: of each class."""
@@ -254,7 +260,7 @@ class Reference:
         fit = set[int]()
         for number, segments in self.by_class(absent).items():
             if (lacking := len(segments) - len(self.free[number])) > 0:
-                self._evict(self.order.of_class(number).victims(lacking, evictable))
+                self._evict(of_class(self.order, number).victims(lacking, evictable))
             fit.update(segments[: len(self.free[number])])
         return [s for s in absent if s in fit]
 
@@ -288,7 +294,7 @@ class Reference:
         wanted = self.segments(keys)
         absent = [s for s in wanted if self.states[s] == ABSENT]
         for number, count in enumerate(self.where.slots if not keep_others else ()):
-            self._evict(self.order.of_class(number).victims(count, lambda s: s not in wanted and not self.pins[s]))
+            self._evict(of_class(self.order, number).victims(count, lambda s: s not in wanted and not self.pins[s]))
         fit = self._make_room(absent, lambda s: s not in wanted and not self.pins[s])
         self._start(fit, "migration", urgent=True)
 
@@ -351,7 +357,7 @@ class Reference:
 
     def _victims(self, number: int, count: int, kept: Collection[int]) -> list[int]:
         """Residents first, then copies in flight for other layers."""
-        order = self.order.of_class(number)
+        order = of_class(self.order, number)
         found = order.victims(count, self.evictable(kept))
         flying = {s for s in self.flights if s not in kept and not self.pins[s]}
         return found + (order.victims(count - len(found), flying.__contains__) if len(found) < count else [])

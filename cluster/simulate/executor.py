@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from ...actors.core import _core
 from ...actors.engine.cache.cache import ExpertCache
-from ...actors.engine.cache.native_order import fast_eviction
 from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.layer import Hooks, MoeLayer, Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
@@ -35,6 +34,7 @@ from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.routing import Rerouting
+from ...actors.policies.slot_classes import make_eviction
 from ...actors.policy_settings import PolicySettings
 from ...actors.settings import budget_bytes, mixed_slots
 from ...actors.slot_budget import SlotSizes, divide
@@ -132,7 +132,7 @@ class SimulatedEngine:
         adaptive: policy by which the split adapts; None: fixed.
         placement: preset that decides where experts run; None: all on one GPU. popularity: [L, E], for a static one.
         evictions: of the other GPUs of the machine.
-        low_bit: load unimportant misses as replicas, with a `TwoPools` as `eviction`; their kernels take as long as
+        low_bit: load unimportant misses as replicas, with `SlotClasses` as `eviction`; their kernels take as long as
             full experts. None: all loads are full.
         trials: pause prefetch where they say so; None: never.
 
@@ -398,7 +398,7 @@ def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy
     """
     split, low_bit = settings.split.kind != "off", settings.low_bit is not None
     try:
-        return fast_eviction(settings.eviction, context_of(header), split=split, low_bit=low_bit)
+        return make_eviction(settings.eviction, context_of(header), split=split, low_bit=low_bit)
     except ValueError as error:
         able = [kind for kind in kinds("eviction") if policy_class("eviction", kind).per_layer]
         raise ConfigError(str(error), f"give one of {', '.join(able)}") from error

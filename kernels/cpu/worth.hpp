@@ -25,6 +25,9 @@ class Worth {
     void used(const std::vector<std::int64_t>& keys);
     // A layer needs these, picked by so many tokens each; at least one.
     void routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts);
+    // The layer at work: for which a copy is to be made.
+    std::int64_t layer() const { return now_; }
+    void work_on(std::int64_t layer) { now_ = layer; }
     // A resident leaves before all others, in this order; `readmit` undoes it.
     void refuse(std::int64_t key);
     void readmit(std::int64_t key);

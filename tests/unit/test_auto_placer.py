@@ -13,10 +13,10 @@ from cache_rigs import BIASED, EXPERTS, LAYERS, SHAPE, GatedDevice, end_layer, p
 from hypothesis import given
 from hypothesis import strategies as st
 from native_rigs import Stack
+from orders_reference import Worth
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.cache.native_order import NativeWorth
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
 from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.model.native import Joined
@@ -25,7 +25,7 @@ from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, Followed, LayerPlan, Part, Wanted
 from tiermoe.actors.policies.plan import Remote
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policies.worth import WorthEviction, WorthOrder
+from tiermoe.actors.policies.worth import WorthOrder
 from tiermoe.kernels import _planner
 
 COSTS = Costs(1.0, 0.1, 0.01, 0.2, 0.3, 4.0, 0.05, 0.5)
@@ -115,7 +115,7 @@ class Rig:
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         self.planner, self.pool = Scripted(), Pool()
         self.cache = ExpertCache(
-            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), NativeWorth(LAYERS, EXPERTS), self.stats,
+            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), WorthOrder(LAYERS, EXPERTS), self.stats,
             Timeline(False), memory=memory,
         )  # fmt: skip
         self.residency, order = self.cache.residency, self.cache.eviction
@@ -558,7 +558,7 @@ def test_without_workers_prompts_are_local_too_and_native_code_counts_their_expe
 
 
 def test_worth_orders_by_refusal_share_and_rank() -> None:
-    order = WorthEviction(2, 4)  # keys 0-3 and 4-7
+    order = WorthOrder(2, 4)  # keys 0-3 and 4-7
     for key in (0, 1, 2, 3, 4, 5):
         order.admitted(key)
     order.bind(6, np.array([[4.0, 3.0, 2.0, 1.0]] * 2))  # the last key is worth least
@@ -582,7 +582,7 @@ def test_the_native_order_by_worth_is_the_policy(data: st.DataObject) -> None:
     counted.
     """
     layers, experts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
-    policy, native, keys = WorthEviction(layers, experts), NativeWorth(layers, experts), layers * experts
+    policy, native, keys = Worth(layers, experts), WorthOrder(layers, experts), layers * experts
     few = st.floats(0.0, 3.0).map(round)  # with ties
     held, noted = set[int](), [set[int]() for _ in range(layers)]
     uses: list[Any] = [None, None]  # by prompts, of each order
@@ -633,7 +633,7 @@ def test_the_native_order_by_worth_is_the_policy(data: st.DataObject) -> None:
 
 
 def test_a_native_order_refuses_other_arrays_and_keys() -> None:
-    order = NativeWorth(2, 3)
+    order = WorthOrder(2, 3)
     for worths in (np.zeros((2, 3), np.float32), np.zeros((2, 6))[:, ::2]):
         with pytest.raises(TypeError, match="float64"):
             order.bind(2, worths)
@@ -645,11 +645,11 @@ def test_a_native_order_refuses_other_arrays_and_keys() -> None:
         with pytest.raises(ValueError, match="no such expert"):
             order.refuse(key)
     with pytest.raises(ValueError, match="not by worth"):
-        _core.WholeOrder(0, 2, 3).settled()
+        _core.WholeOrder("lru", 2, 3).settled()
 
 
 def test_worth_that_is_no_number_leaves_first() -> None:
-    order = NativeWorth(1, 4)
+    order = WorthOrder(1, 4)
     for key in range(4):
         order.admitted(key)
     order.bind(4, np.array([[1.0, np.nan, -np.inf, np.nan]]))
@@ -688,7 +688,7 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     placer = AutoPlacer(native.cache, EXPERTS, None, None, cast(Any, native.cache.eviction), lambda: COSTS, planner)
     placer.preload()
     reference = planner()
-    cast(WorthEviction, python.cache.eviction).bind(slots, reference.worths)
+    cast(Worth, python.cache.eviction).bind(slots, reference.worths)
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
     layers = [MoeLayer(i, EXPERTS, native.cache, backend, placer, kernel, hooks=placer.hooks) for i in range(LAYERS)]
     native.run_natively(layers)

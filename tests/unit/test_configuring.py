@@ -10,13 +10,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import traces
+from cache_rigs import tops_and_bottoms
 
 from tiermoe.actors.engine.layer import Passed
 from tiermoe.actors.engine.split import Configuring, Recorder, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
-from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import SplitOptions
-from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.jobs.replay import replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status_tables import configurator_rows
@@ -234,7 +233,7 @@ class TestSimulated:
         """A slow link: the configurator finds a better cut, and whatever it does slots and budget hold."""
         cut = first_split(trace.header, POLICY, 0.5)
         assert cut.neurons == 16
-        eviction = split_eviction(lambda: Lcp(one_layer=True), 4, 8)
+        eviction = tops_and_bottoms(4, 8, "lcp")
         engine = SimulatedEngine(
             trace.header, machine(1e-3), 0.5, eviction, check=True, split=cut, adaptive=POLICY
         )

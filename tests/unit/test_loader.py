@@ -13,6 +13,7 @@ import pytest
 import torch
 from cache_rigs import EXPERTS, LAYERS, begin_layer, end_layer
 from channel_peer import wait_until
+from orders_reference import Lru
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache import device as cpu_device
@@ -24,7 +25,6 @@ from tiermoe.actors.engine.cache.places import linkable
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape

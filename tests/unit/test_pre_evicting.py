@@ -13,6 +13,7 @@ import torch
 import traces
 from cache_rigs import begin_layer, end_layer
 from numpy.typing import NDArray
+from orders_reference import Lru
 from pydantic import ValidationError
 from reference import LayerPlan
 from serving import policy
@@ -26,7 +27,7 @@ from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
 from tiermoe.actors.engine.rerouting import reroute_view
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEviction, PreEviction
-from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
+from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.prefetch import Span
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings

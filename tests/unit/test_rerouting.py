@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import traces
-from cache_rigs import begin_layer, end_layer
+from cache_rigs import begin_layer, end_layer, with_replicas
 
 from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.cache.cache import ExpertCache
@@ -29,12 +29,10 @@ from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.engine.rerouting import LowBits, Rerouter
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.hobbit import MixedPrecision
 from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.routing import Rerouted, RerouteView, Rerouting, drop_pairs
-from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
@@ -222,7 +220,7 @@ class Mixed:
         assert part.slot_bytes == LOW
         pool = SlotPool.allocate(SHAPE, 3, torch.float32, torch.device("cpu"))
         self.cache = ExpertCache(
-            pool, self.weights, device, EXPERTS, 3, FULL, TwoPools(Lru(), KEYS, 1),
+            pool, self.weights, device, EXPERTS, 3, FULL, with_replicas(LAYERS, EXPERTS),
             EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(True),
             make_link(device, pool, self.weights, replicas=self.replicas), low_bit=part,
         )  # fmt: skip

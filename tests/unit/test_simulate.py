@@ -16,10 +16,10 @@ import traces
 from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders_reference import Lru
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.policies.cost import Link
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import LayerwisePrefetch, NextGatePrefetch, PopularityPrefetch
 from tiermoe.actors.policies.residency import State
@@ -49,7 +49,7 @@ class Linked:
         self.clock, keys = _core.Clock(), 4 * layers
         self.link = _core.VirtualLink(self.clock, lambda nbytes: nbytes / 1000, 0.0)
         layout = _core.Layout(layers, 4, 1, [], [keys], [], [1000] * keys, False)
-        self.core = _core.Core(layout, self.link, _core.PythonOrder(Lru()), _core.Governor())
+        self.core = _core.Core(layout, self.link, _core.PythonOrder(Lru(), keys), _core.Governor())
         self.seen = _core.Watched()
         self.core.watch(self.seen)
 

@@ -11,15 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rigs import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, RATE, Rig, begin_layer, end_layer, run_layer
+from cache_rigs import (
+    CARRIED,
+    EXPERTS,
+    KEYS,
+    LAYERS,
+    NEURONS,
+    RATE,
+    Rig,
+    begin_layer,
+    end_layer,
+    run_layer,
+    with_replicas,
+)
 
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
 from tiermoe.actors.engine.stats import LayerStats
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.pack import PackedShape
 
@@ -337,7 +347,7 @@ class MixedRig(Rig):
         self.small = ReplicaPool(PackedShape(32, 32, 4, 32), tuple(torch.zeros(2, *dims, dtype=d) for d, dims in kinds))
         super().__init__(
             3, seed, ahead=(1 / 3, 1)[seed % 2], pinned=pinned, low_bit=LowBitPart(self.small, self.replicas, 2, 38),
-            eviction=TwoPools(Lru(), KEYS, 1),
+            eviction=with_replicas(LAYERS, EXPERTS),
         )  # fmt: skip
 
     def mix(self, layer: int, experts: Sequence[int], low: Sequence[int], guesses: Sequence[int]) -> None:

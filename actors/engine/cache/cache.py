@@ -19,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core import _core
-from ...policies.eviction import EvictionPolicy
+from ...policies.eviction import EvictionPolicy, core_order
 from ...policies.moepic.split import SplitLayout
 from ...policies.residency import ResidencyError, State
 from ..stats import EngineStats, LayerResidency, LayerStats, Timeline
 from .links import CAUSES, Linking, QueueLink
 from .loader import Loader
-from .native_order import core_order
 from .residency import Residency
 from .slots import LowBitPart, SlotMap
 
@@ -46,7 +45,7 @@ class ExpertCache:
         pool: the slot tensors, allocated once; `pool.bytes` is the whole expert memory, with `memory` at its most.
         weights: the sources of each MoE layer's experts. experts: of a layer.
         slots, slot_bytes: for whole experts.
-        eviction: with a split, one with an order for each slot class (`split_eviction`).
+        eviction: with a split or replicas, one for all slot classes (`slot_classes.SlotClasses`).
         stats: counters, one `LayerStats` per MoE layer; the core's come by `live_stats` and `layer_stats`.
         link: makes the copies; None: a thread. clock: seconds, on the scale of the link's times.
         min_useful: share of prefetches below which the governor pauses them (`core::Governor`).
@@ -84,10 +83,8 @@ class ExpertCache:
         if split is not None:
             self.where.divide(split)
         layout = self.where.layout(slots if memory is None else memory.most)
-        self._eviction, order = eviction, core_order(eviction)
-        self._order = order if isinstance(order, _core.PythonOrder) else None
-        if self._order is not None:
-            self._order.segments = (2 if self.where.class_of else 1) * self.where.keys
+        self._eviction = eviction
+        self._order = core_order(eviction, (2 if self.where.class_of else 1) * self.where.keys)
         self._linking: Linking | None = None
         if link is None or isinstance(link, Loader):
             link = _core.PythonLink(QueueLink(link or Loader(device), self.where, device, clock))
@@ -95,7 +92,7 @@ class ExpertCache:
             self._linking, link = link, link.link(self.where, clock)
         self.link: _core.Link = link
         self._place()
-        self.core = _core.Core(layout, link, order, _core.Governor(min_useful), writeback)
+        self.core = _core.Core(layout, link, self._order, _core.Governor(min_useful), writeback)
         self.governor, self.uses = self.core.governor, self.core.uses
         self.residency = Residency(self.core, slot_bytes, self.where)
         self.native_steps = False
@@ -131,8 +128,7 @@ class ExpertCache:
 
     def tell_order(self) -> None:
         """An order of eviction in Python hears of what has happened, which else comes before it is asked."""
-        if self._order is not None:
-            self._order.tell()
+        self._order.tell()
 
     @property
     def split(self) -> SplitLayout | None:

@@ -29,7 +29,6 @@ from ...policies.registry import make as make_policy
 from ...policies.residency import State
 from ...policies.routing import SequenceRows, take_ended
 from ...policies.worth import WorthOrder
-from ..cache.native_order import NativeWorth
 from ..host_view import LayerView
 from ..layer import Hooks
 from ..stats import PlannerStats
@@ -177,7 +176,7 @@ class AutoPlacer(PeerPlacer):
         self._link_free_s = 0.0
         self._times: LayerTimes | None = None  # with the planner
         # the order, which notes what local forwards use; None: there are none
-        self._notes = order if isinstance(order, NativeWorth) and shards is None else None
+        self._notes = order if isinstance(order, WorthOrder) and shards is None else None
         self.faster = Faster()
         self._began: _Began | None = None  # the last forward, which might have gone the other way
         self._missed: float | None = None  # mean share of a decode layer's experts that were not here
