@@ -204,7 +204,6 @@ setup(
                 "kernels/cpu/link.cpp",
                 "kernels/cpu/nanobind.cpp",
                 "kernels/cpu/order.cpp",
-                "kernels/cpu/split_order.cpp",
                 "kernels/cpu/threads.cpp",
                 "kernels/cpu/worth.cpp",
             ],

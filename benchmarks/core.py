@@ -16,8 +16,9 @@ from rich.progress import Progress
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.core import _core
-from tiermoe.actors.engine.cache.native_order import core_order, fast_eviction
+from tiermoe.actors.policies.eviction import core_order
 from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.actors.policies.slot_classes import make_eviction
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing
 from tiermoe.cluster.jobs.replay import engine_for
@@ -95,8 +96,8 @@ def _replayed(preset: str) -> tuple[float, float]:
 def _random(kind: str, layers: int, experts: int) -> tuple[float, float]:
     """Microseconds and misses of a layer under an order of eviction, once the slots are full."""
     keys, slots = layers * experts, int(layers * experts * SHARE)
-    policy = fast_eviction(options("eviction", kind), PolicyContext(layers, experts, TOP), split=False, low_bit=False)
-    order = core_order(policy)
+    policy = make_eviction(options("eviction", kind), PolicyContext(layers, experts, TOP))
+    order = core_order(policy, layers * experts)
     clock = _core.Clock()
     link = _core.VirtualLink(clock, lambda nbytes: 0.0, 0.0)
     layout = _core.Layout(layers, experts, 1, [], [slots], [], [1] * keys, False, slots)

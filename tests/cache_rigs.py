@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from fake_gpu import FakeGpu
+from orders_reference import Lru
+from reference import LayerPlan, Load
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
@@ -19,11 +21,11 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart, SlotMemo
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_link import StreamLinking
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
+from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.moepic.split import SplitLayout
-from tiermoe.actors.policies.plan import LayerPlan
+from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policies.slot_classes import split_eviction
+from tiermoe.actors.policies.slot_classes import make_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 
@@ -50,11 +52,18 @@ def begin_layer(
     """
     if arrivals:
         cache.poll(layer)
-    plan = cache.plan(cache.core.open(layer, list(keys), [1] * len(keys), 1, list(low)), frozenset(keep))
-    cache.begin()
-    cache.load()
+    plan = plan_layer(cache, cache.core.open(layer, list(keys), [1] * len(keys), 1, list(low)), keep)
+    cache.core.begin()
+    cache.core.load()
     cache.prefetch(guesses)
     return plan
+
+
+def plan_layer(cache: ExpertCache, here: Sequence[int], keep: Collection[int] = ()) -> LayerPlan:
+    """The core's plan of the segments that run on this device."""
+    run, resident, arriving, loads = cache.core.plan(here, list(keep))
+    found = [Load(key, None if victim < 0 else victim, after) for key, victim, after in loads]
+    return LayerPlan(tuple(run), resident, arriving, tuple(found))
 
 
 def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] = lambda segment: None) -> None:
@@ -65,7 +74,8 @@ def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] 
             break
         for segment in plan.run[first:stop]:
             run(segment)
-    cache.close_pass()
+    cache.core.close()
+    cache.draw()
 
 
 def place_of(cache: ExpertCache, segment: int, slot: int) -> tuple[int, int]:
@@ -82,6 +92,16 @@ def run_layer(
 ) -> None:  # fmt: skip
     """`begin_layer` and `end_layer`. No expert is pinned after an error, as the core says itself."""
     end_layer(cache, begin_layer(cache, layer, keys, guesses, low), run)
+
+
+def tops_and_bottoms(layers: int, experts: int, kind: str = "lru") -> EvictionPolicy:
+    """The order of eviction of a split cache."""
+    return make_eviction(options("eviction", kind), PolicyContext(layers, experts), split=True)
+
+
+def with_replicas(layers: int, experts: int, kind: str = "lru") -> EvictionPolicy:
+    """The order of eviction of a cache with replicas."""
+    return make_eviction(options("eviction", kind), PolicyContext(layers, experts), low_bit=True)
 
 
 class _Caching:
@@ -256,7 +276,7 @@ class Rig(_Caching):
         self.device = CudaDevice(self.gpu, staging_bytes=24)
         self.linking = StreamLinking(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
         if eviction is None:
-            eviction = Lru() if split is None else split_eviction(Lru, LAYERS, EXPERTS)
+            eviction = Lru() if split is None else tops_and_bottoms(LAYERS, EXPERTS)
         self.make_cache(
             shape, slots, dtype, self.device, self.linking, eviction, seed,
             None if most is None else SlotMemory(self.device, slots, most), split=split, writeback=writeback,

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from orders_reference import Lru
 
 from tiermoe.actors.core._core import Clock, Governor, VirtualLink
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.host_view import HostViews, LayerView
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import PrefetchPolicy
 from tiermoe.actors.store.files import StoreView, open_views
 from tiermoe.cluster.simulate.gpu import PoolSize

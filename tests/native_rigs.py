@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, NEURONS, SHAPE
+from orders_reference import reference_of
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
-from tiermoe.actors.engine.cache.native_order import SplitOrder, fast_eviction
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.executors import executor_of
@@ -30,13 +30,13 @@ from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerSta
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
 from tiermoe.actors.policies.buddymoe import DropRule, MissRule, RandomRule, no_buddies
 from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
-from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
-from tiermoe.actors.policies.moepic import Lcp, SpeculativePrefetch
+from tiermoe.actors.policies.eviction import EvictionPolicy
+from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, RandomPrefetch
-from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.actors.policies.registry import PolicyContext, make, options
 from tiermoe.actors.policies.routing import SequenceRows
-from tiermoe.actors.policies.slot_classes import split_eviction
+from tiermoe.actors.policies.slot_classes import SlotClasses, make_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.kernels.expert_ffn import CpuKernel, ExpertKernel, Operands, TorchKernel
 from tiermoe.kernels.router import LinearRouter
@@ -97,7 +97,8 @@ class Stack:
         **context: Any,
     ) -> None:  # fmt: skip
         given = options("eviction", policy), PolicyContext(LAYERS, EXPERTS, **context)
-        made = fast_eviction(*given, split=False, low_bit=False, native=native)
+        told = policy == "importance" or policy.startswith("expert-map")  # by prefetch, which knows the product's
+        made = make_eviction(*given) if native or told else reference_of(*given)
         self._begin(slots, made, gbps, min_useful, writeback=writeback)
         self.ahead: Any = Ahead(self.cache)
         self._attach(Hooks(ahead=(self.ahead,)) if hooks is None else hooks(self.cache), native)
@@ -192,10 +193,10 @@ class SplitStack(Stack):
         self, cut: SplitLayout, native: bool, gbps: float | None = None, prefetch: str = "speculative",
         min_useful: float = 0.0, configured: bool = True, by_use: bool = False,
     ) -> None:  # fmt: skip
-        order: Any = SplitOrder(LAYERS, EXPERTS, None if by_use else RHO, OMEGA)
-        if not native:
-            order = split_eviction(Lru if by_use else lambda: Lcp(RHO, OMEGA, one_layer=True), LAYERS, EXPERTS)
-        self._begin(9, order, gbps, min_useful, cut)
+        chosen = options("eviction", "lru" if by_use else {"kind": "lcp", "rho": RHO, "omega": OMEGA})
+        one = PolicyContext(1, EXPERTS, one_layer=True)
+        tops = [make("eviction", chosen, one) if native else reference_of(chosen, one) for _ in range(LAYERS)]
+        self._begin(9, SlotClasses(tops, LAYERS, EXPERTS, split=True), gbps, min_useful, cut)
         generator = torch.Generator().manual_seed(6)
         self.steps: list[Step] = []
         configurator = SimpleNamespace(
@@ -220,7 +221,7 @@ class SplitStack(Stack):
         self._attach(Hooks(watch=(self.configuring,) if configured else (), ahead=ahead), native)
 
     def forward(self, passes: list[tuple[torch.Tensor, ...]], spans: list[SequenceRows]) -> list[torch.Tensor]:
-        self.cache.begin_forward(all(span.decode for span in spans))
+        self.cache.core.decode_only = all(span.decode for span in spans)
         if self.ahead is not None:
             self.ahead.begin_forward(spans)
         found = []
@@ -234,7 +235,7 @@ class SplitStack(Stack):
 
     def known(self) -> dict[str, Any]:
         known, eviction = super().known(), self.cache.eviction
-        known["order"] = [eviction.of_class(c).victims(KEYS, lambda key: True) for c in range(LAYERS + 1)]
+        known["order"] = eviction.victims(2 * KEYS, lambda key: True)
         known["ranked"] = eviction.ranked(range(KEYS))
         known["steps"] = [
             (step.decode, step.tokens, step.head_s is None,

@@ -9,12 +9,43 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiermoe.actors.policies.eviction import EvictionPolicy
-from tiermoe.actors.policies.plan import LayerPlan, Load, PlanError
+from tiermoe.actors.policies.plan import PlanError
 
 ABSENT, LOADING, RESIDENT = range(3)
+
+
+class Load(NamedTuple):
+    """Bring `key` into the cache once the first `after` experts of the plan have run.
+
+    evict: the expert that loses its slot; None: a free slot.
+    """
+
+    key: int
+    evict: int | None
+    after: int
+
+
+class LayerPlan(NamedTuple):
+    """What one layer does here, in order.
+
+    `run`: `resident` resident ones, then `arriving` ones in flight, then those to load, in load order. `loads` is
+    ordered by `after`; a `Load` at `after = i` is issued when `run[:i]` is done, so a working set larger than the pool
+    runs in waves.
+    """
+
+    run: tuple[int, ...]
+    resident: int
+    arriving: int
+    loads: tuple[Load, ...]
+
+
+def of_class(order: Any, slot_class: int) -> EvictionPolicy:
+    """The order of one class of slots; most have only one."""
+    found: EvictionPolicy = order.of_class(slot_class) if hasattr(order, "of_class") else order
+    return found
 
 
 @dataclass
@@ -229,7 +260,7 @@ class Reference:
         fit = set[int]()
         for number, segments in self.by_class(absent).items():
             if (lacking := len(segments) - len(self.free[number])) > 0:
-                self._evict(self.order.of_class(number).victims(lacking, evictable))
+                self._evict(of_class(self.order, number).victims(lacking, evictable))
             fit.update(segments[: len(self.free[number])])
         return [s for s in absent if s in fit]
 
@@ -263,7 +294,7 @@ class Reference:
         wanted = self.segments(keys)
         absent = [s for s in wanted if self.states[s] == ABSENT]
         for number, count in enumerate(self.where.slots if not keep_others else ()):
-            self._evict(self.order.of_class(number).victims(count, lambda s: s not in wanted and not self.pins[s]))
+            self._evict(of_class(self.order, number).victims(count, lambda s: s not in wanted and not self.pins[s]))
         fit = self._make_room(absent, lambda s: s not in wanted and not self.pins[s])
         self._start(fit, "migration", urgent=True)
 
@@ -326,7 +357,7 @@ class Reference:
 
     def _victims(self, number: int, count: int, kept: Collection[int]) -> list[int]:
         """Residents first, then copies in flight for other layers."""
-        order = self.order.of_class(number)
+        order = of_class(self.order, number)
         found = order.victims(count, self.evictable(kept))
         flying = {s for s in self.flights if s not in kept and not self.pins[s]}
         return found + (order.victims(count - len(found), flying.__contains__) if len(found) < count else [])

@@ -61,18 +61,14 @@ class ThreadLink(Link):
     def hold(self, seconds: float) -> None: ...
 
 class Order:
-    pass
+    def tell(self) -> None:
+        """
+        Orders of Python hear of what has happened, which else comes before they are asked.
+        """
 
 class PythonOrder(Order):
-    def __init__(self, policy: object) -> None: ...
-
-    @property
-    def segments(self) -> int: ...
-
-    @segments.setter
-    def segments(self, arg: int, /) -> None: ...
-
-    def tell(self) -> None: ...
+    def __init__(self, policy: object, segments: int) -> None:
+        """segments: how many the cache has."""
 
 class NativeOrder(Order):
     """What a cache tells an order, and who leaves."""
@@ -88,16 +84,23 @@ class NativeOrder(Order):
     @property
     def segments(self) -> int: ...
 
+    @property
+    def classes(self) -> int:
+        """Of slots."""
+
     def victims(self, slot_class: int, count: int, may: Annotated[NDArray[numpy.uint8], dict(order='C', device='cpu', writable=False)]) -> list[int]:
         """
         Of the segments with slots of a class that may leave [segments] the first.
         """
 
 class WholeOrder(NativeOrder):
-    def __init__(self, kind: int, layers: int, experts: int, least: float = 0.0, growth: float = 1.0, probabilities: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)] | None = None, told: Annotated[NDArray[numpy.int64], dict(order='C', device='cpu', writable=False)] | None = None, importance: CapsuleType | None = None) -> None:
+    def __init__(self, kind: str, layers: int, experts: int, least: float = 0.0, growth: float = 1.0, probabilities: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)] | None = None, told: Annotated[NDArray[numpy.int64], dict(order='C', device='cpu', writable=False)] | None = None, importance: CapsuleType | None = None, rate: float = 0.0) -> None:
         """
-        kind: of `Order::Kind`. probabilities [keys], told [layers] and what the state of importance has are read in place.
+        kind: lru, lru-sweep, lfu, expert-map, importance, worth or lcp. probabilities [keys], told [layers] and what the state of importance has are read in place.
         """
+
+    def priority(self, key: int) -> float:
+        """By which experts are ranked, the highest first."""
 
     def bind(self, share: int, worths: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)]) -> None:
         """worths [keys] are read in place."""
@@ -112,6 +115,13 @@ class WholeOrder(NativeOrder):
     @property
     def refused(self) -> list[int]: ...
 
+    @property
+    def layer(self) -> int:
+        """The layer at work."""
+
+    @layer.setter
+    def layer(self, arg: int, /) -> None: ...
+
     def settled(self) -> list[int]: ...
 
     def note(self) -> None: ...
@@ -121,11 +131,12 @@ class WholeOrder(NativeOrder):
         (layer, int32 experts) of what was used since `note`, layers in rising order.
         """
 
-class TopsAndBottoms(NativeOrder):
-    def __init__(self, layers: int, experts: int, rate: float, by_use: bool) -> None: ...
-
-    def value(self, key: int) -> float:
-        """The priority of an expert; -inf: it was never picked."""
+class ByClass(NativeOrder):
+    def __init__(self, layers: int, experts: int, split: bool, members: Sequence[Order]) -> None:
+        """
+        members: orders of the tops of each layer and of bottoms, if split; else of whole experts and of replicas. Each
+        numbers its segments from 0.
+        """
 
 class Layout:
     def __init__(self, layers: int, experts: int, parts: int, class_of: Sequence[int], slots: Sequence[int], units: Sequence[int], bytes: Sequence[int], split: bool, most: int = 0, first_unit: Sequence[int] = []) -> None: ...
@@ -747,12 +758,6 @@ class Routing:
         Of some needed experts, in this order, as `ExpertBatch` has them: experts, starts, rows, weights; and the tokens
         of these rows, rising. weights: of all pairs [T, K].
         """
-
-    def open(self, core: Core, low: Sequence[int]) -> list[int]:
-        """`ExpertCache.open`."""
-
-    def next(self, core: Core, neurons: int) -> tuple[list[tuple[int, int, int, int, bool]], list[tuple[int, int, int]]] | None:
-        """`ExpertCache.next`."""
 
 class Driver:
     """

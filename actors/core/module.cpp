@@ -108,11 +108,6 @@ NB_MODULE(_core, m) {
             link.place(places(homes, std::move(home_of), std::move(position), sources, tensors));
         }, "homes"_a, "home_of"_a, "position"_a, "sources"_a, "tensors"_a)
         .def("hold", &ThreadLink::hold, "seconds"_a);
-    nb::class_<Order>(m, "Order");
-    nb::class_<PythonOrder, Order>(m, "PythonOrder")
-        .def(nb::init<nb::object>(), "policy"_a)
-        .def_rw("segments", &PythonOrder::segments)
-        .def("tell", &PythonOrder::tell);
     bind_orders(m);
     nb::class_<Layout>(m, "Layout")
         .def("__init__", [](Layout* made, std::int64_t layers, std::int64_t experts, std::int64_t parts,

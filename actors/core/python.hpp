@@ -23,7 +23,7 @@ namespace nb = nanobind;
 // no lock.
 class PythonOrder : public Order {
   public:
-    explicit PythonOrder(nb::object policy) : policy_(std::move(policy)) {}
+    PythonOrder(nb::object policy, std::int64_t segments) : policy_(std::move(policy)), segments_(segments) {}
     void admitted(Segment s) override { note({What::admitted, {s}, {}, 0}); }
     void removed(Segment s) override { note({What::removed, {s}, {}, 0}); }
     void used(const Segments& segments) override { note({What::used, segments, {}, 0}); }
@@ -33,14 +33,14 @@ class PythonOrder : public Order {
         nb::gil_scoped_acquire lock;
         tell();
     }
-    Segments victims(std::int64_t slot_class, std::int64_t count, const std::uint8_t* allowed) override {
+    Segments victims(std::int64_t, std::int64_t count, const std::uint8_t* allowed) override {
         if (count <= 0) return {};
         nb::gil_scoped_acquire lock;
         tell();
-        const nb::bytes mask(reinterpret_cast<const char*>(allowed), static_cast<std::size_t>(segments));
-        auto found = nb::cast<Segments>(policy_.attr("of_class")(slot_class).attr("victims")(count, mask.attr("__getitem__")));
+        const nb::bytes mask(reinterpret_cast<const char*>(allowed), static_cast<std::size_t>(segments_));
+        auto found = nb::cast<Segments>(policy_.attr("victims")(count, mask.attr("__getitem__")));
         for (Segment s : found)
-            if (s < 0 || s >= segments) throw nb::index_error("a policy evicts an expert that there is not");
+            if (s < 0 || s >= segments_) throw nb::index_error("a policy evicts an expert that there is not");
         if (found.size() > static_cast<std::size_t>(count)) found.resize(static_cast<std::size_t>(count));
         return found;
     }
@@ -55,7 +55,6 @@ class PythonOrder : public Order {
                 case What::routed: policy_.attr("routed")(e.segments, e.counts, e.tokens);
             }
     }
-    std::int64_t segments = 0;  // of the cache
 
   private:
     enum class What { admitted, removed, used, routed };
@@ -69,6 +68,7 @@ class PythonOrder : public Order {
     void note(Event event) { events_.push_back(std::move(event)); }
 
     nb::object policy_;
+    const std::int64_t segments_;  // of the cache
     std::vector<Event> events_;
 };
 

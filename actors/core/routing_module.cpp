@@ -2,7 +2,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -90,9 +89,6 @@ Made<T> array(std::vector<T>&& values) {
     return owned<T>(std::move(values), {size});
 }
 
-using Groups = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool>>;
-using Replicas = std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>>;
-
 }  // namespace
 
 void bind_routing(nb::module_& m) {
@@ -133,22 +129,7 @@ void bind_routing(nb::module_& m) {
                                    array(std::move(p.weights)), array(std::move(p.tokens)));
         }, "keys"_a, "weights"_a,
              "Of some needed experts, in this order, as `ExpertBatch` has them: experts, starts, rows, weights; and the tokens\n"
-             "of these rows, rising. weights: of all pairs [T, K].")
-        .def("open", [](const Routing& r, Core& core, const Segments& low) {
-            return core.open(r.layer, r.keys, r.counts, r.tokens, low);
-        }, "core"_a, "low"_a, nb::call_guard<nb::gil_scoped_release>(), "`ExpertCache.open`.")
-        .def("next", [](Routing& r, Core& core, std::int64_t neurons) -> std::optional<std::pair<Groups, Replicas>> {
-            {
-                nb::gil_scoped_release unlocked;
-                const auto [first, stop] = core.next();
-                if (first == stop) return std::nullopt;
-                r.groups(core, first, stop, neurons);
-            }
-            std::pair<Groups, Replicas> found;
-            for (const Group& g : r.found()) found.first.emplace_back(g.start, g.stop, g.first, g.neurons, g.add);
-            for (const Group& g : r.replicas) found.second.emplace_back(g.start, g.stop, g.first);
-            return found;
-        }, "core"_a, "neurons"_a, "`ExpertCache.next`.");
+             "of these rows, rising. weights: of all pairs [T, K].");
 }
 
 }  // namespace tiermoe::core

@@ -75,7 +75,7 @@ class DeviceBackend:
         outgoing, peer_named = of.view.outgoing, self._peer_named
         assert outgoing is not None  # of `look`
         assert peer_named is not None  # other passes have no peers
-        weights, decode = of.view.weights, self.cache.decode_only
+        weights, decode = of.view.weights, self.cache.core.decode_only
         return [
             peer_named(name).send(of.routing, keys, bits, outgoing, weights, decode) for name, keys, bits in of.remote
         ]
@@ -165,7 +165,7 @@ class DeviceBackend:
             if answer is not None:
                 args = {"experts": experts, "pairs": call.pairs, "kernel_us": round(answer.measured_s * 1e6, 1)}
                 timeline.span(peer.name, f"L{layer} {name}", call.sent_s, call.sent_s + answer.paced_s, args)
-        stats.count_answer(layer, peer.kind, waited_s, experts, call.pairs, answer, self.cache.decode_only)
+        stats.count_answer(layer, peer.kind, waited_s, experts, call.pairs, answer, self.cache.core.decode_only)
         if answer is None:
             return None
         if peer.kind == "ndp":

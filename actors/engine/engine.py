@@ -157,7 +157,7 @@ class ExpertEngine:
             self._attach_layers(settings, shape, blocks, self._make_rerouter(policy, blocks, artifacts))
             self._at_begin += self._begin_hooks()
             if policy.preload == "all":
-                self.cache.preload(mine)
+                self.cache.core.preload(mine)
         except BaseException:
             self.close()
             raise
@@ -214,7 +214,7 @@ class ExpertEngine:
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward pass carries these rows; on the thread that runs it."""
-        self.cache.begin_forward(bool(sequences) and all(s.decode for s in sequences))
+        self.cache.core.decode_only = bool(sequences) and all(s.decode for s in sequences)
         for begin in self._at_begin:
             begin(sequences)
         if self.timeline.enabled:
@@ -223,7 +223,7 @@ class ExpertEngine:
     def _show_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """A forward, and what is made around it, begin on the timeline."""
         rows = sum(sequence.stop - sequence.start for sequence in sequences)
-        kind = "decode" if self.cache.decode_only else "prefill"
+        kind = "decode" if self.cache.core.decode_only else "prefill"
         name, args = f"{kind}, {rows} rows", {"sequences": [sequence.name for sequence in sequences], "rows": rows}
         self.timeline.begin("token", name, args)
         self.timeline.begin("forward", name, args)

@@ -72,7 +72,7 @@ class PreEvicting:
                 decide.threshold, decide.most,
             )  # fmt: skip
             if victims:
-                cache.leave(victims, following)
+                cache.core.leave(victims, following)
 
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
         """As of `hooks.AheadHook`; None: the eviction is not native code's."""
@@ -92,7 +92,7 @@ class PreEvicting:
         held = residency.occupied(first, first + self._experts)
         slots = self._decide.slots(logits, held)
         if slots > residency.free_slots:
-            self._cache.vacate(slots, layer)
+            self._cache.core.vacate(slots, layer)
 
 
 def last_rows(spans: Sequence[Any]) -> list[int]:

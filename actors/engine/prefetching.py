@@ -80,7 +80,7 @@ class Prefetching:
     def _try(self, trials: PrefetchTrials, rows: int) -> None:
         """A forward begins: measure the one before, and pause for this one if prefetch does not pay."""
         before, self._before, self._paused = self._before, None, False
-        if not self._cache.decode_only:
+        if not self._cache.core.decode_only:
             return
         core = self._cache.core
         sums = core.summed
@@ -195,7 +195,7 @@ class Prefetching:
         if self._shards is not None and theirs and not self._paused:
             self._shards.prefetch(layer, theirs)
         if allowed and self.policy.synchronous:
-            cache.finish_prefetch([want.key for want in wanted], layer)
+            cache.core.finish_prefetch([want.key for want in wanted], layer)
 
     def _by_owner(
         self, shards: Shards, layer: int, found: Sequence[tuple[str, list[int]]]

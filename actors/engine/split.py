@@ -193,7 +193,7 @@ class Recorder:
         step = self._enter(layer, 1, routing.tokens, now_s)
         if step is not None:
             step.routed.append((layer, routing.experts, routing.counts))
-        self._blocked_s = self._cache.counts(layer).blocked_io_s
+        self._blocked_s = self._cache.core.counts(layer).blocked_io_s
         self.spent_s += self._clock() - now_s
 
     def predicted(self, layer: int, scores: NDArray[np.floating]) -> None:
@@ -203,7 +203,7 @@ class Recorder:
     def ran(self, layer: int) -> None:
         """A layer's experts have run."""
         now_s = self._clock()
-        waited_s = max(0.0, self._cache.counts(layer).blocked_io_s - self._blocked_s)
+        waited_s = max(0.0, self._cache.core.counts(layer).blocked_io_s - self._blocked_s)
         self._leave(layer, (self._entered_s,), (now_s,), (waited_s,))
         self.spent_s += self._clock() - now_s
 
@@ -221,7 +221,7 @@ class Recorder:
     def _enter(self, layer: int, count: int, tokens: int, now_s: float) -> Step | None:
         """The step of which these layers are the next; None: others are."""
         if layer == 0:
-            self._step = Step(self._cache.decode_only, tokens, now_s - self._left_s if self._follows else None)
+            self._step = Step(self._cache.core.decode_only, tokens, now_s - self._left_s if self._follows else None)
             self._follows = False
         step = self._step
         if step is None or step.layers != layer:

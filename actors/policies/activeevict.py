@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from ...kernels.importance import ImportanceState, drop_beyond, misses_fit, release_slots
-from .native_order import NativeOrder, whole_order
+from ..core import _core
+from .eviction import NativeOrder
 from .registry import PolicyContext, PolicyOptions, register
 from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights
 
@@ -72,7 +73,7 @@ class ImportanceEviction(NativeOrder):
         if window < 1:
             raise ValueError(f"the window holds {window} tokens, not at least 1")
         self.state = ImportanceState(layers, experts, alpha, gamma, window, top_k)
-        super().__init__(whole_order("importance", layers, experts, importance=self.state.handle))
+        super().__init__(_core.WholeOrder("importance", layers, experts, importance=self.state.handle))
 
 
 @register("pre_evict", "off")

@@ -1,15 +1,14 @@
 """Order of eviction: the cache owns slots, pins and bytes, an eviction policy decides which expert leaves first.
 
 Here: LRU, LFU, random and Belady's optimum. The policy of a paper is in the paper's file; `slot_classes`
-has the orders of caches with several classes of slots.
+has the orders of caches with several classes of slots. Orders of this repository are native code, but for the last two;
+`tests/orders_reference.py` has them in Python, for reading.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from .foreign import shown
+from ..core import _core
+from .foreign import is_ours, shown
 from .registry import PolicyContext, PolicyOptions, policy_base, register
 
 SWEEP_SHARE = 0.75  # of a layer's experts: a forward that needs so many sweeps through the model
@@ -81,14 +81,12 @@ class EvictionPolicy(ABC):
         counted_as: the order in which `moepic.split.observe` counts hits at every cache size; None: no such count.
         uses_maps: whether it needs the expert maps of prefetch.
         per_layer: whether it can order the experts of one layer alone, as a split cache needs.
-        learns_use: whether `used` changes anything.
     """
 
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
     counted_as: ClassVar[CacheOrder | None] = None
     uses_maps: ClassVar[bool] = False
     per_layer: ClassVar[bool] = True
-    learns_use: bool = True
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> EvictionPolicy:
@@ -124,53 +122,84 @@ class EvictionPolicy(ABC):
     def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
         """`count` admitted keys for which `evictable` holds, or all of them, in order of eviction; changes nothing."""
 
-    def of_class(self, slot_class: int) -> EvictionPolicy:
-        """The order of eviction within one slot class (`slot_classes`)."""
-        return self
-
 
 def first_evictable(order: Iterable[int], count: int, evictable: Callable[[int], bool]) -> list[int]:
     """The first `count` keys of an order for which `evictable` holds; scans no further than needed."""
     return list(islice(filter(evictable, order), max(0, count)))
 
 
-@register("eviction", "lru")
-class Lru(EvictionPolicy):
-    """Least recently used.
-
-    State: admitted keys in order of last use; admission counts as a use. O(1) per key, `victims` O(keys passed).
+class NativeOrder(EvictionPolicy):
+    """An order of eviction in native code (`kernels/cpu/order.hpp`). A cache's core calls it without Python.
 
     Attributes:
-        order: the keys, least recently used first.
+        handle: the order.
+    """
+
+    def __init__(self, handle: _core.NativeOrder) -> None:
+        self.handle = handle
+
+    def admitted(self, key: int) -> None:
+        self.handle.admitted(key)
+
+    def used(self, keys: Iterable[int]) -> None:
+        self.handle.used(list(keys))
+
+    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
+        self.handle.routed(list(keys), list(counts), tokens)
+
+    def removed(self, key: int) -> None:
+        self.handle.removed(key)
+
+    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
+        """With several classes of slots those of the first class come first."""
+        may = np.fromiter(map(evictable, range(self.handle.segments)), np.bool_, self.handle.segments).view(np.uint8)
+        found: list[int] = []
+        for slot_class in range(self.handle.classes):
+            found += self.handle.victims(slot_class, count - len(found), may)
+        return found
+
+
+class RankingOrder(NativeOrder):
+    """An order that also has a place for experts without a slot."""
+
+    handle: _core.WholeOrder
+
+    def ranked(self, keys: Sequence[int]) -> list[int]:
+        return sorted(keys, key=lambda key: -self.handle.priority(key))
+
+
+def core_order(policy: EvictionPolicy, segments: int) -> _core.Order:
+    """A policy's order as the core's. segments: of the cache, or of its class of slots.
+
+    A class from outside of this repository may have changed what it inherits, so it is called in Python.
+    """
+    if isinstance(policy, NativeOrder) and is_ours(type(policy)):
+        return policy.handle
+    return _core.PythonOrder(policy, segments)
+
+
+@register("eviction", "lru")
+class Lru(RankingOrder):
+    """Least recently used.
+
+    State: the keys with a slot in order of last use; admission counts as a use. O(1) per key, `victims` O(keys passed).
+
+    Args:
+        layers, experts: L and E.
     """
 
     counted_as = "lru"
 
-    def __init__(self) -> None:
-        self.order: OrderedDict[int, None] = OrderedDict()
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> Lru:
+        return cls(context.layers, context.experts)
 
-    def admitted(self, key: int) -> None:
-        self.order[key] = None
-        self.order.move_to_end(key)
-
-    def used(self, keys: Iterable[int]) -> None:
-        move = self.order.move_to_end
-        for key in keys:
-            move(key)
-
-    def removed(self, key: int) -> None:
-        del self.order[key]
-
-    def ranked(self, keys: Sequence[int]) -> list[int]:
-        position = {key: i for i, key in enumerate(self.order)}
-        return sorted(keys, key=lambda key: -position.get(key, -1))
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return first_evictable(self.order, count, evictable)
+    def __init__(self, layers: int, experts: int) -> None:
+        super().__init__(_core.WholeOrder("lru", layers, experts))
 
 
 @register("eviction", "lru-sweep")
-class SweepLru(Lru):
+class SweepLru(RankingOrder):
     """LRU, but Belady's order where a prompt sweeps through the model.
 
     A forward of many rows needs most experts of each layer, one layer after the other. LRU then evicts what the coming
@@ -180,94 +209,24 @@ class SweepLru(Lru):
     State: as `Lru`; the present layer; how many tokens picked each expert in the last sweep [L E]. Rule: while the
     present layer needs at least `share` of its experts, layers by distance of their next use, farthest first; within a
     layer least picked first, which leaves its popular experts to the decode steps; then least recently used. Else LRU.
-    Cost: a sort of the admitted keys for each layer that sweeps.
+    Cost: a sort of the keys with a slot for each layer that sweeps.
 
     Args:
         layers, experts: L and E. share: of a layer's experts.
-
-    Attributes:
-        least: experts of a layer that sweeps.
     """
 
     class Options(PolicyOptions):
         kind: str = "lru-sweep"
         share: float = Field(default=SWEEP_SHARE, gt=0, le=1, description="least share of a layer's experts in a sweep")
 
+    counted_as = "lru"
+
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> SweepLru:
         return cls(context.layers, context.experts, options.share)
 
     def __init__(self, layers: int, experts: int, share: float = SWEEP_SHARE) -> None:
-        super().__init__()
-        self._layers, self._experts, self.least = layers, experts, share * experts
-        self._now: int | None = None  # the layer that sweeps
-        self._picked = np.zeros(layers * experts, np.int64)
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        self._now = None
-        if len(keys) >= self.least:
-            self._now = keys[0] // self._experts
-            first = self._now * self._experts
-            self._picked[first : first + self._experts] = 0
-            self._picked[keys] = counts
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        if self._now is None:
-            return first_evictable(self.order, count, evictable)
-        keys = np.fromiter(self.order, np.int64, len(self.order))
-        until = (keys // self._experts - self._now - 1) % self._layers  # layers in between
-        order = keys[np.lexsort((self._picked[keys], -until))]  # stable: then least recently used
-        return first_evictable(order.tolist(), count, evictable)
-
-
-Entry = tuple[float, int, int]  # value, stamp, key
-_SPARE = 64  # outdated entries that are always allowed
-RESCALE_AT = 2.0**512
-
-
-class ValueOrder:
-    """Keys by rising value, then rising stamp, then key.
-
-    State: a binary heap, and the current entry of each key (`present`). Outdated entries stay in the heap until they
-    come up, or outnumber the current ones. `set` is O(log n) amortized per entry, `remove` O(1), `first` O(k log k) for
-    k entries passed: it walks down from the heap's root.
-    """
-
-    def __init__(self) -> None:
-        self.present: dict[int, Entry] = {}
-        self._heap: list[Entry] = []
-
-    def set(self, entries: Iterable[Entry]) -> None:
-        """Add keys, or move them."""
-        heap, present = self._heap, self.present
-        for entry in entries:
-            present[entry[2]] = entry
-            heappush(heap, entry)
-        if len(heap) > 2 * len(present) + _SPARE:
-            self._heap = list(present.values())
-            heapify(self._heap)
-
-    def remove(self, key: int) -> None:
-        """Raises KeyError if the key is absent."""
-        del self.present[key]
-
-    def first(self, count: int, wanted: Callable[[int], bool]) -> list[int]:
-        """At most `count` keys for which `wanted` holds, lowest value first."""
-        out: list[int] = []
-        heap, present = self._heap, self.present
-        while heap and present.get(heap[0][2]) is not heap[0]:
-            heappop(heap)
-        frontier = [(heap[0], 0)] if heap and count > 0 else []
-        while frontier:
-            entry, at = heappop(frontier)
-            for child in (2 * at + 1, 2 * at + 2):
-                if child < len(heap):
-                    heappush(frontier, (heap[child], child))
-            if present.get(entry[2]) is entry and wanted(entry[2]):
-                out.append(entry[2])
-                if len(out) == count:
-                    break
-        return out
+        super().__init__(_core.WholeOrder("lru-sweep", layers, experts, least=share * experts))
 
 
 def decay_growth(half_life: float | None) -> float:
@@ -278,7 +237,7 @@ def decay_growth(half_life: float | None) -> float:
 
 
 @register("eviction", "lfu")
-class Lfu(EvictionPolicy):
+class Lfu(RankingOrder):
     """Least frequently used (MoE-Infinity's cache; the base of fMoE's).
 
     State: freq, the forwards that ran each expert; it outlives eviction. An admitted expert counts as used at least
@@ -291,10 +250,7 @@ class Lfu(EvictionPolicy):
     O(log n) per key admitted or used, O(1) per removal, `victims` O(k log k) for k keys passed.
 
     Args:
-        half_life: h; None: no decay.
-
-    Attributes:
-        growth: what a use counts more than one a call of `used` earlier.
+        layers, experts: L and E. half_life: h; None: no decay.
     """
 
     class Options(PolicyOptions):
@@ -305,48 +261,12 @@ class Lfu(EvictionPolicy):
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> Lfu:
         half_life = options.half_life
-        return cls(half_life / _LAYERS if half_life is not None and context.one_layer else half_life)
+        if half_life is not None and context.one_layer:
+            half_life /= _LAYERS
+        return cls(context.layers, context.experts, half_life)
 
-    def __init__(self, half_life: float | None = None) -> None:
-        self.growth = decay_growth(half_life)
-        self._unit = 1.0  # what a use counts now
-        self._freq: dict[int, float] = {}
-        self._credit: dict[int, float] = {}  # of what freq holds, what admission lent until the first use
-        self._order = ValueOrder()
-        self._clock = 0
-
-    def admitted(self, key: int) -> None:
-        credit = max(0.0, self._unit - self._freq.get(key, 0.0))
-        self._credit[key] = credit
-        freq = self._freq[key] = self._freq.get(key, 0.0) + credit
-        self._clock += 1
-        self._order.set(((freq, self._clock, key),))
-
-    def used(self, keys: Iterable[int]) -> None:
-        freq, credit, moved = self._freq, self._credit, list[Entry]()
-        for key in keys:
-            freq[key] += self._unit - credit.pop(key, 0.0)
-            self._clock += 1
-            moved.append((freq[key], self._clock, key))
-        self._order.set(moved)
-        self._unit *= self.growth
-        if self._unit > RESCALE_AT:
-            for counts in (freq, credit):
-                for key in counts:
-                    counts[key] /= self._unit
-            self._unit = 1.0
-            present = self._order.present
-            self._order.set([(freq[key], present[key][1], key) for key in present])
-
-    def removed(self, key: int) -> None:
-        self._order.remove(key)
-        self._freq[key] -= self._credit.pop(key, 0.0)
-
-    def ranked(self, keys: Sequence[int]) -> list[int]:
-        return sorted(keys, key=lambda key: -self._freq.get(key, 0.0))
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        return self._order.first(count, evictable)
+    def __init__(self, layers: int, experts: int, half_life: float | None = None) -> None:
+        super().__init__(_core.WholeOrder("lfu", layers, experts, growth=decay_growth(half_life)))
 
 
 @register("eviction", "lfu-decay")
@@ -374,7 +294,6 @@ class RandomOrder(EvictionPolicy):
     """
 
     counted_as = "random"
-    learns_use = False
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -424,50 +343,6 @@ def _mixed(number: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-class SortedEviction(EvictionPolicy):
-    """Base of policies that sort the residents anew after each change.
-
-    State: residents, and the time of their last use [L*E]. O(1) per key admitted, used or removed; the first `victims`
-    after a change sorts, O(L*E + n log n) for n resident.
-
-    Args:
-        layers, experts: L and E.
-    """
-
-    per_layer = False
-
-    def __init__(self, layers: int, experts: int) -> None:
-        self._resident = np.zeros(layers * experts, bool)
-        self._stamp, self._clock = np.zeros(layers * experts, np.int64), 0
-        self._order: list[int] | None = None  # of the residents, first to go first; None: to be sorted
-
-    @abstractmethod
-    def _sorted(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """These keys, first to go first."""
-
-    def admitted(self, key: int) -> None:
-        self._resident[key] = True
-        self.used([key])
-
-    def used(self, keys: Iterable[int]) -> None:
-        keys = list(keys)
-        self._stamp[keys] = np.arange(self._clock + 1, self._clock + 1 + len(keys))
-        self._clock += len(keys)
-        self._order = None
-
-    def removed(self, key: int) -> None:
-        if not self._resident[key]:
-            raise KeyError(key)
-        self._resident[key], self._order = False, None
-
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        if count <= 0:  # as asked wherever slots are free: no reason to sort
-            return []
-        if self._order is None:
-            self._order = self._sorted(self._resident.nonzero()[0]).tolist()
-        return first_evictable(self._order, count, evictable)
 
 
 class Belady(EvictionPolicy):

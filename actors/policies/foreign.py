@@ -118,7 +118,7 @@ def made(kind: str, cls: Any, base: type, answers: Any, *args: Any, passing: Any
     if not isinstance(policy, base):
         wrong = TypeError(f"it answered {shown(policy)}, not a {base.__name__}")
         raise failure(kind, "make()", wrong, _code(cls.make))
-    if _is_ours(type(policy)):
+    if is_ours(type(policy)):
         return policy
     return _guarded(policy, kind, answers)
 
@@ -130,7 +130,7 @@ def guard_options(cls: type, kind: str) -> None:
     """
     hooks = _hooks(cls)
     for owner in cls.__mro__:
-        if _is_ours(owner) or owner.__module__.partition(".")[0] in ("builtins", "pydantic"):
+        if is_ours(owner) or owner.__module__.partition(".")[0] in ("builtins", "pydantic"):
             continue
         for name, value in list(vars(owner).items()):
             if name in hooks and isinstance(value, FunctionType | property):
@@ -155,7 +155,7 @@ def _guarded(policy: Any, kind: str, answers: Any) -> Any:
 
 def _hooks(cls: type) -> set[str]:
     """Public names of the classes of this repository that it inherits from."""
-    ours = [owner for owner in cls.__mro__ if _is_ours(owner)]
+    ours = [owner for owner in cls.__mro__ if is_ours(owner)]
     return {name for owner in ours for name in vars(owner) if not name.startswith("_")}
 
 
@@ -203,7 +203,7 @@ def _can_speak(error: BaseException) -> bool:
     return True
 
 
-def _is_ours(cls: Any) -> bool:
+def is_ours(cls: Any) -> bool:
     return bool(cls.__module__.partition(".")[0] == _HERE)
 
 

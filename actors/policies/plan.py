@@ -1,4 +1,4 @@
-"""The plan of one layer: which experts run in which order, and the loads that make this possible.
+"""Who runs the experts of one layer.
 
 Where experts are split, keys are those of their segments, which load and run separately.
 """
@@ -12,17 +12,6 @@ from typing import NamedTuple, TypeAlias
 
 class PlanError(ValueError):
     """No slot can be freed for the layer."""
-
-
-class Load(NamedTuple):
-    """Bring `key` into the cache once the first `after` experts of the plan have run.
-
-    evict: the expert that loses its slot; None: a free slot.
-    """
-
-    key: int
-    evict: int | None
-    after: int
 
 
 class Remote(NamedTuple):
@@ -53,17 +42,3 @@ class Where(NamedTuple):
     here: Sequence[int]
     keep: AbstractSet[int] = frozenset()
     remote: Sequence[Remote] = ()
-
-
-class LayerPlan(NamedTuple):
-    """What one layer does here, in order.
-
-    `run`: `resident` resident ones, then `arriving` ones in flight, then those to load, in load order. `loads` is
-    ordered by `after`; a `Load` at `after = i` is issued when `run[:i]` is done, so a working set larger than the pool
-    runs in waves.
-    """
-
-    run: tuple[int, ...]
-    resident: int
-    arriving: int
-    loads: tuple[Load, ...]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .eviction import EvictionPolicy
+from ..core import _core
+from .eviction import NativeOrder
 from .registry import PolicyContext, register
 
 
-class WorthOrder(EvictionPolicy):
+@register("eviction", "worth")
+class WorthOrder(NativeOrder):
     """Residents of least worth leave first; each layer has an equal share of the slots.
 
     Order: experts that were not admitted (`refuse`); if the layer at work holds its share or more, its residents by
@@ -21,134 +22,69 @@ class WorthOrder(EvictionPolicy):
     Worth is what the placer gives (`bind`), ties by key; in layers that the prompts of this forward have used, their
     uses (`prompt`), ties by last use. Without `bind` a layer's residents leave by last use.
 
-    Attributes:
-        layer: the layer at work, whose routing is known, or for which a copy is to be made.
-    """
-
-    per_layer = False
-    layer: int
-
-    @property
-    @abstractmethod
-    def refused(self) -> Collection[int]:
-        """Residents that leave before all others, in this order."""
-
-    @abstractmethod
-    def bind(self, slots: int, worths: NDArray[np.float64]) -> None:
-        """The slots of all layers together, and what each expert is worth [L, E], which may change from now on."""
-
-    @abstractmethod
-    def prompt(self, uses: NDArray[np.int64] | None) -> None:
-        """Uses of each expert by the prompts that run now [L, E], which may change from now on; None: none runs."""
-
-    @abstractmethod
-    def refuse(self, key: int) -> None:
-        """This resident is of less worth than all others."""
-
-    @abstractmethod
-    def admit(self, key: int) -> None:
-        """Undo `refuse`."""
-
-    @abstractmethod
-    def settled(self) -> frozenset[int]:
-        """The residents of the other layers, of each those of greatest worth that are within its share."""
-
-
-@register("eviction", "worth")
-class WorthEviction(WorthOrder):
-    """`WorthOrder` in Python: the reference of the native order, and the order of caches without native loads.
-
     State: the residents of each layer by last use, and those refused. O(1) per key, `victims` O(L log L + residents of
     the layers that it looks at, and their ranking).
     """
 
+    per_layer = False
+    handle: _core.WholeOrder
+
     @classmethod
-    def make(cls, options: Any, context: PolicyContext) -> WorthEviction:
+    def make(cls, options: Any, context: PolicyContext) -> WorthOrder:
         return cls(context.layers, context.experts)
 
     def __init__(self, layers: int, experts: int) -> None:
-        self._experts = experts
-        self._held: list[dict[int, None]] = [{} for _ in range(layers)]
-        self._share = 0
-        self._worths: NDArray[np.float64] | None = None
+        super().__init__(_core.WholeOrder("worth", layers, experts))
+        self._layers = layers
+        self._worths: NDArray[np.float64] | None = None  # both are read in place
         self._uses: NDArray[np.int64] | None = None
-        self._refused: dict[int, None] = {}
-        self.layer = 0
+
+    @property
+    def layer(self) -> int:
+        """The layer at work, whose routing is known, or for which a copy is to be made."""
+        return self.handle.layer
+
+    @layer.setter
+    def layer(self, layer: int) -> None:
+        self.handle.layer = layer
 
     @property
     def refused(self) -> Collection[int]:
-        return self._refused.keys()
+        """Residents that leave before all others, in this order."""
+        return self.handle.refused
 
     def bind(self, slots: int, worths: NDArray[np.float64]) -> None:
-        self._share, self._worths = slots // len(self._held), worths
+        """The slots of all layers together, and what each expert is worth [L, E], which may change from now on.
+
+        Raises ValueError: worths are not of [L, E]; TypeError: not float64, or not contiguous.
+        """
+        self.handle.bind(slots // self._layers, worths)
+        self._worths = worths
 
     def prompt(self, uses: NDArray[np.int64] | None) -> None:
+        """Uses of each expert by the prompts that run now [L, E], which may change from now on; None: none runs.
+
+        Raises ValueError: uses are not of [L, E]; TypeError: not int64, or not contiguous.
+        """
+        self.handle.prompt(uses)
         self._uses = uses
 
-    def admitted(self, key: int) -> None:
-        self._held[key // self._experts][key] = None
-
-    def used(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            held = self._held[key // self._experts]
-            del held[key]
-            held[key] = None
-
-    def removed(self, key: int) -> None:
-        del self._held[key // self._experts][key]
-        self._refused.pop(key, None)
-
-    def routed(self, keys: Sequence[int], counts: Sequence[int], tokens: int) -> None:
-        if keys:
-            self.layer = keys[0] // self._experts
-
     def refuse(self, key: int) -> None:
-        if key in self._held[key // self._experts]:
-            self._refused[key] = None
+        """This resident is of less worth than all others."""
+        self.handle.refuse(key)
 
     def admit(self, key: int) -> None:
-        self._refused.pop(key, None)
+        """Undo `refuse`."""
+        self.handle.admit(key)
 
     def settled(self) -> frozenset[int]:
-        found = list[int]()
-        for layer, held in enumerate(self._held):
-            if layer != self.layer:
-                found += held if len(held) <= self._share else self._rank(layer, held)[len(held) - self._share :]
-        return frozenset(found)
+        """The residents of the other layers, of each those of greatest worth that are within its share."""
+        return frozenset(self.handle.settled())
 
-    def victims(self, count: int, evictable: Callable[[int], bool]) -> list[int]:
-        if count <= 0:
-            return []
-        out = [key for key in self._refused if evictable(key)][:count]
-        held, share, now = self._held, self._share, self.layer
-        if len(out) < count and len(held[now]) >= share:
-            out += self._least(now, count - len(out), evictable, ())
-        if len(out) < count:
-            fullest = sorted(range(len(held)), key=lambda layer: -len(held[layer]))
-            for layer in fullest:
-                if layer != now and len(held[layer]) > share and len(out) < count:
-                    out += self._least(layer, min(count - len(out), len(held[layer]) - share), evictable, out)
-            for layer in fullest:
-                if len(out) == count:
-                    break
-                out += self._least(layer, count - len(out), evictable, out)
-        return out
+    def note(self) -> None:
+        """Note what passes use from now on."""
+        self.handle.note()
 
-    def _least(
-        self, layer: int, count: int, evictable: Callable[[int], bool], taken: Collection[int]
-    ) -> list[int]:
-        """The first `count` of a layer's residents to go, without those refused and `taken`."""
-        held, refused = self._held[layer], self._refused
-        there = [key for key in held if key not in refused and key not in taken and evictable(key)]
-        return self._rank(layer, there)[:count]
-
-    def _rank(self, layer: int, keys: Iterable[int]) -> list[int]:
-        """Residents of a layer, given by last use: those of least worth first."""
-        base = layer * self._experts
-        if self._uses is not None and self._uses[layer].any():
-            uses = self._uses[layer]
-            return sorted(keys, key=lambda key: uses[key - base])
-        if self._worths is None:
-            return list(keys)
-        worths = self._worths[layer]
-        return sorted(keys, key=lambda key: (worths[key - base], key))
+    def noted(self) -> list[tuple[int, NDArray[np.int32]]]:
+        """The experts of each layer that were used since `note`, layers in rising order; noting ends."""
+        return [(layer, np.frombuffer(experts, np.int32)) for layer, experts in self.handle.noted()]

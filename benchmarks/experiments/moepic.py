@@ -255,4 +255,4 @@ def _table1(study: Study) -> dict[str, Any]:
 
 
 def _lcp(rho: float, omega: int, ids: Ids) -> EvictionPolicy:
-    return Lcp(rho, omega, one_layer=True)
+    return Lcp(1, int(ids.max(initial=0)) + 1, rho, omega)

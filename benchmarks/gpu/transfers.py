@@ -220,7 +220,7 @@ def _rates(expert: Any, layers: Sequence[LayerWeights], size: int, device: Any, 
             keys = rng.choice(expert.num_experts, size, replace=False).tolist()
             context.synchronize()
             begin_s = time.perf_counter()
-            cache.preload(keys)
+            cache.core.preload(keys)
             context.synchronize()
             if turn >= LOAD_WARM:
                 rates.append(size * nbytes / (time.perf_counter() - begin_s) / 1e9)

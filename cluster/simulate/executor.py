@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from ...actors.budget import Budget
 from ...actors.core._core import Routing
 from ...actors.engine.cache.cache import ExpertCache
-from ...actors.engine.cache.native_order import fast_eviction
 from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.layer import Placer, report_passes
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
@@ -40,6 +39,7 @@ from ...actors.policies.prefetch import PrefetchOptions, PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
 from ...actors.policies.routing import Rerouting
+from ...actors.policies.slot_classes import make_eviction
 from ...actors.policy_settings import PolicySettings
 from ...actors.slot_budget import SlotSizes, divide, mixed_slots
 from ...actors.store.artifacts import PolicyArtifacts
@@ -266,7 +266,7 @@ class SimulatedEngine:
         """One forward pass over these iterations; advances the clock."""
         spans = spans_of(parts)
         self.clock.advance(self.machine.forward_s)  # the batching loop is over when a forward is announced
-        self.cache.begin_forward(all(part.decode for _, part in parts))
+        self.cache.core.decode_only = all(part.decode for _, part in parts)
         if self._configuring is not None:
             self._configuring.begin_forward()
         if self._prefetching is not None:
@@ -277,7 +277,7 @@ class SimulatedEngine:
             report_link_speed(self._rerouting, self.cache)
         self._placer.begin_forward(cast(Any, rows_of(spans)))
         for shard in self._shards:
-            shard.cache.begin_forward(self.cache.decode_only)
+            shard.cache.core.decode_only = self.cache.core.decode_only
         for name, part in parts:
             self._tokens[name] = self._tokens.get(name, 0) + len(part.tokens)
         forward = RecordedForward(parts)
@@ -383,7 +383,7 @@ def eviction_of(settings: PolicySettings, header: TraceHeader) -> EvictionPolicy
     """
     split, low_bit = settings.split.kind != "off", settings.low_bit is not None
     try:
-        return fast_eviction(settings.eviction, context_of(header), split=split, low_bit=low_bit)
+        return make_eviction(settings.eviction, context_of(header), split=split, low_bit=low_bit)
     except ValueError as error:
         able = [kind for kind in kinds("eviction") if policy_class("eviction", kind).per_layer]
         raise ConfigError(str(error), f"give one of {', '.join(able)}") from error

@@ -175,7 +175,7 @@ def hit_rates(
 
 def _maker(kind: str) -> Make:
     chosen = options("eviction", kind)
-    return lambda ids: make("eviction", chosen, PolicyContext(1, 1, one_layer=True))
+    return lambda ids: make("eviction", chosen, PolicyContext(1, int(ids.max(initial=0)) + 1, one_layer=True))
 
 
 def _hits(ids: Ids, size: int, policy: EvictionPolicy, counted: NDArray[np.bool_]) -> int:

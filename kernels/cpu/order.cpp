@@ -8,19 +8,20 @@
 namespace tiermoe {
 
 namespace {
-constexpr double kRescaleAt = 0x1p512;  // `eviction.RESCALE_AT`
+constexpr double kRescaleAt = 0x1p512;
 }
 
 Order::Order(Kind kind, std::int64_t layers, std::int64_t experts, double least, double growth,
-             const double* probabilities, const std::int64_t* told, Importance* importance)
-    : kind_(kind), layers_(layers), experts_(experts), least_(least), growth_(growth), probabilities_(probabilities),
-      told_(told), ranks_(counts() ? layers * experts : 0), known_(kind == Kind::map ? layers : 0),
-      importance_(importance), own_held_(importance ? 0 : layers * experts), own_stamps_(counts() ? 0 : own_held_.size()),
-      picked_(kind == Kind::sweep ? layers * experts : 0), held_(importance ? importance->resident : own_held_.data()),
+             const double* probabilities, const std::int64_t* told, Importance* importance, double rate)
+    : kind_(kind), layers_(layers), experts_(experts), least_(least), growth_(growth), rate_(rate),
+      probabilities_(probabilities), told_(told), ranks_(heaped() ? layers * experts : 0), known_(kind == Kind::map ? layers : 0),
+      importance_(importance), own_held_(importance ? 0 : layers * experts), own_stamps_(heaped() ? 0 : own_held_.size()),
+      picked_(kind == Kind::sweep || kind == Kind::lcp ? layers * experts : 0),
+      priorities_(kind == Kind::lcp ? layers * experts : 0, -std::numeric_limits<double>::infinity()), held_(importance ? importance->resident : own_held_.data()),
       stamps_(importance ? importance->stamp : own_stamps_.data()),
       worth_(kind == Kind::worth ? std::make_unique<Worth>(layers, experts, held_, stamps_, next_) : nullptr),
-      uses_(counts() ? layers * experts : 0),
-      next_(importance || counts() ? 0 : keys() + (worth_ ? layers : 1)), previous_(next_.size()) {
+      uses_(heaped() ? layers * experts : 0),
+      next_(importance || heaped() ? 0 : keys() + (worth_ ? layers : 1)), previous_(next_.size()) {
     std::iota(next_.begin(), next_.end(), 0);
     std::iota(previous_.begin(), previous_.end(), 0);
     if (importance_) importance_->follows = true;
@@ -53,6 +54,11 @@ void Order::admitted(std::int64_t key) {
         ranks_.come(key);
         return;
     }
+    if (kind_ == Kind::lcp) {
+        uses_[key] = {std::max(static_cast<double>(tokens_) * rate_, priorities_[key]), 0.0, ++clock_};  // of one pick now
+        ranks_.come(key);
+        return;
+    }
     if (worth_ && !before) worth_->admitted(key);
     stamps_[key] = ++clock_;
     if (importance_) importance_->admitted(key, before);
@@ -65,6 +71,7 @@ void Order::removed(std::int64_t key) {
         uses_[key].freq -= uses_[key].credit;
         uses_[key].credit = 0.0;
     }
+    if (kind_ == Kind::lcp) ranks_.remove(key);
     if (worth_ && held_[key]) worth_->removed(key);
     if (importance_ && held_[key]) importance_->removed(key);
     held_[key] = 0;
@@ -72,6 +79,7 @@ void Order::removed(std::int64_t key) {
 }
 
 void Order::used(const std::vector<std::int64_t>& keys) {
+    if (kind_ == Kind::lcp) return;  // `routed` has told, also of what runs elsewhere
     if (!counts()) {
         for (std::int64_t key : keys) {
             stamps_[key] = ++clock_;
@@ -98,7 +106,34 @@ void Order::used(const std::vector<std::int64_t>& keys) {
         if (held_[key]) ranks_.come(key);
 }
 
-void Order::routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts) {
+// All tokens of a forward are one moment, and a forward begins with a layer that does not follow the last one.
+void Order::pick(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts, std::int64_t tokens) {
+    if (keys.empty()) return;
+    const std::int64_t layer = keys[0] / experts_;
+    if (layer <= last_) before_ = tokens_;
+    last_ = layer;
+    tokens_ = std::max(tokens_, before_ + tokens);
+    const volatile double age = static_cast<double>(tokens_) * rate_;  // volatile: rounded before it is added, as in Python
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+        const std::int64_t key = keys[i];
+        picked_[key] += counts[i];
+        priorities_[key] = std::log(static_cast<double>(picked_[key])) + age;
+        if (held_[key]) uses_[key].freq = priorities_[key];
+    }
+}
+
+double Order::priority(std::int64_t key) const {
+    switch (kind_) {
+        case Kind::lru:
+        case Kind::sweep: return held_[key] ? static_cast<double>(stamps_[key]) : -1.0;
+        case Kind::lfu: return uses_[key].freq;
+        case Kind::lcp: return priorities_[key];
+        default: return 0.0;
+    }
+}
+
+void Order::routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts, std::int64_t tokens) {
+    if (kind_ == Kind::lcp) return pick(keys, counts, tokens);
     if (worth_ && !keys.empty()) worth_->routed(keys, counts);
     if (kind_ != Kind::sweep) return;
     now_ = -1;
@@ -150,7 +185,7 @@ std::vector<std::int64_t> Order::first(std::int64_t count, const std::uint8_t* m
         const std::int64_t found = importance_lowest(*importance_, count, may);
         return {importance_->order.begin(), importance_->order.begin() + found};
     }
-    if (counts()) return ranked(count, may);
+    if (heaped()) return ranked(count, may);
     if (!by_use()) return swept(count, may);
     std::vector<std::int64_t> keys;
     const std::int64_t end = this->keys();

@@ -27,6 +27,7 @@ class Worth {
     void routed(const std::vector<std::int64_t>& keys, const std::vector<std::int64_t>& counts);
     // The layer at work, or for which a copy is made; returns the one before.
     std::int64_t at_work(std::int64_t layer) { return std::exchange(now_, layer); }
+    std::int64_t layer() const { return now_; }
     // A resident leaves before all others, in this order; `readmit` undoes it.
     void refuse(std::int64_t key);
     void readmit(std::int64_t key);

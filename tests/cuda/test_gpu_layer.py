@@ -26,7 +26,7 @@ from tiermoe.kernels.triton.expert_ffn import DECODE_PAIRS, TritonKernel
 def stack_on(gpu: torch.device, dtype: torch.dtype, native: bool) -> Stack:
     """All experts are resident; slots of the host are copied to the GPU once."""
     stack = Stack(KEYS, "lru", native=False)
-    stack.cache.preload(range(KEYS))
+    stack.cache.core.preload(range(KEYS))
     pool, tables = stack.pool, None
     if gpu.type == "cuda":
         from tiermoe.actors.engine.cuda.runtime import TorchRuntime

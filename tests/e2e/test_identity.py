@@ -227,7 +227,7 @@ def press(worker: Any, seed: int, share: float) -> None:
         def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             cache.poll()
             for key in [k for k in residency.held() if rng.random() < share]:
-                cache.leave([key], index)
+                cache.core.leave([key], index)
             cache.prefetch(rng.sample(range(residency.keys), 4))
             return forward(hidden, ids, weights)
 

@@ -384,6 +384,17 @@ class Watched : public Link {
     Ticket last_ = 0;
 };
 
+// Tops of each layer by priority or by last use, and bottoms by last use.
+std::shared_ptr<tiermoe::core::Order> split_order(std::int64_t layers, std::int64_t experts, bool by_use) {
+    using Kind = tiermoe::Order::Kind;
+    std::vector<std::shared_ptr<tiermoe::core::Order>> members;
+    for (std::int64_t layer = 0; layer < layers; ++layer)
+        members.push_back(std::make_shared<tiermoe::core::WholeOrder>(by_use ? Kind::lru : Kind::lcp, std::int64_t{1}, experts, 0.0, 1.0,
+                                                        nullptr, nullptr, nullptr, 0.01));
+    members.push_back(std::make_shared<tiermoe::core::WholeOrder>(Kind::lru, layers, experts, 0.0, 1.0));
+    return std::make_shared<tiermoe::core::ByClass>(layers, experts, true, members);
+}
+
 // Least recently used, of any segments.
 class Lru : public tiermoe::core::Order {
   public:
@@ -476,7 +487,7 @@ class World {
                                                       tiermoe::Order::Kind::lfu, tiermoe::Order::Kind::worth};
             order = std::make_shared<WholeOrder>(kinds[below(4)], shape_.layers, shape_.experts, 2.0, 1.01);
         } else if (shape_.kind == Kind::split && chance(80)) {
-            order = std::make_shared<TopsAndBottoms>(shape_.layers, shape_.experts, 0.01, chance(50));
+            order = split_order(shape_.layers, shape_.experts, chance(50));
         } else {
             order = std::make_shared<Lru>(layout);
             own_order_ = true;

@@ -218,6 +218,17 @@ int check_whole(Order::Kind kind, bool overrun, Rule rule = Rule::none) {
     return wrong;
 }
 
+// Tops of each layer by priority or by last use, and bottoms by last use.
+std::shared_ptr<core::Order> split_order(std::int64_t layers, std::int64_t experts, bool by_use) {
+    using Kind = tiermoe::Order::Kind;
+    std::vector<std::shared_ptr<core::Order>> members;
+    for (std::int64_t layer = 0; layer < layers; ++layer)
+        members.push_back(std::make_shared<core::WholeOrder>(by_use ? Kind::lru : Kind::lcp, std::int64_t{1}, experts, 0.0, 1.0,
+                                                        nullptr, nullptr, nullptr, 0.01));
+    members.push_back(std::make_shared<core::WholeOrder>(Kind::lru, layers, experts, 0.0, 1.0));
+    return std::make_shared<core::ByClass>(layers, experts, true, members);
+}
+
 // tops: slots of a layer; bottoms: of all. Where they are few, segments take the slots of others that have run.
 int check_split(std::int64_t tops, std::int64_t bottoms, bool by_use) {
     constexpr std::int64_t kCut = 2;
@@ -237,7 +248,7 @@ int check_split(std::int64_t tops, std::int64_t bottoms, bool by_use) {
         unit += s < kLayers * tops ? kCut : kNeurons - kCut;
     }
     memory.place(*link, layout.first_unit, 1, kCut);
-    core::Core made(layout, link, std::make_shared<core::TopsAndBottoms>(kLayers, kExperts, 0.01, by_use), core::Governor{}, false);
+    core::Core made(layout, link, split_order(kLayers, kExperts, by_use), core::Governor{}, false);
     int wrong = check(made, memory, true, false, Rule::none, nullptr);
     std::int64_t waves = 0;
     for (const core::LayerCounts& c : made.counts()) waves += c.waves - c.forwards;

@@ -48,13 +48,13 @@ class Program:
 NEURONS = ("neuron_avx2.cpp", "neuron_avx512.cpp", "neuron_portable.cpp", "neuron_ffn.cpp", "threads.cpp")
 FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp", "threads.cpp")
 LAYER = (
-    "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "order.cpp", "split_order.cpp", "substitute.cpp",
+    "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "order.cpp", "substitute.cpp",
     "threads.cpp", "worth.cpp",
     *(f"../../actors/core/{name}.cpp" for name in ("core", "cpu_layer", "layer", "thread_link")),
 )  # fmt: skip
 CORES = (
     "core.cpp", "stream_link.cpp", "thread_link.cpp", "virtual_link.cpp",
-    *(f"../../kernels/cpu/{name}.cpp" for name in ("importance", "link", "order", "split_order", "worth")),
+    *(f"../../kernels/cpu/{name}.cpp" for name in ("importance", "link", "order", "worth")),
 )  # fmt: skip
 # also checks each index of a vector
 CORE_FLAGS = (

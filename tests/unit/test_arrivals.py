@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import traces
+from orders_reference import Lru
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.core._core import Clock
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted
 from tiermoe.cluster.simulate.arrivals import Arrival, arriving, azure, poisson
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine

@@ -11,21 +11,22 @@ from weakref import ref
 import numpy as np
 import pytest
 import torch
-from cache_rigs import BIASED, EXPERTS, LAYERS, SHAPE, GatedDevice, LayerWeights, SlotMemory, SlotPool
+from cache_rigs import BIASED, EXPERTS, LAYERS, SHAPE, GatedDevice
 from hypothesis import given
 from hypothesis import strategies as st
 from native_rigs import Stack
+from orders_reference import Worth
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.cache.native_order import NativeWorth
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
 from tiermoe.actors.engine.layer import Hooks, MoeLayer
 from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, Followed, LayerPlan, Part, Wanted
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policies.worth import WorthEviction, WorthOrder
+from tiermoe.actors.policies.worth import WorthOrder
 
 COSTS = Costs(1.0, 0.1, 0.01, 0.2, 0.3, 4.0, 0.05, 0.5)
 CALLS = ["come", "come", "come", "leave", "use", "route", "refuse", "admit", "bind", "prompt"]  # of an order
@@ -167,7 +168,7 @@ class Rig:
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         self.planner, self.pool = Scripted(), Pool()
         self.cache = ExpertCache(
-            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), NativeWorth(LAYERS, EXPERTS), self.stats,
+            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), WorthOrder(LAYERS, EXPERTS), self.stats,
             Timeline(False), memory=memory,
         )  # fmt: skip
         self.residency, order = self.cache.residency, self.cache.eviction
@@ -193,7 +194,7 @@ class Rig:
         for name, count, decode in rows:
             found.append(SimpleNamespace(name=name, start=at, stop=at + count, decode=decode))
             at += count
-        self.cache.begin_forward(all(decode for *_, decode in rows))
+        self.cache.core.decode_only = all(decode for *_, decode in rows)
         self.placer.begin_forward(found)
 
     def layer(self, layer: int, *ids: Sequence[int], answer_s: float = 0.0, waited_s: float = 0.001) -> Any:
@@ -204,7 +205,7 @@ class Rig:
         return found
 
     def settle(self) -> None:
-        self.cache.land_all()
+        self.cache.core.wait_all()
 
     def resident(self) -> set[int]:
         return {key for key in self.residency.held() if self.residency.state(key) == State.RESIDENT}
@@ -479,7 +480,7 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     placer._clock = lambda: now_s
     for _ in range(40):
         rows: Any = [SimpleNamespace(name="a", start=0, stop=1, decode=True)]
-        cache.begin_forward(True)
+        cache.core.decode_only = True
         placer.begin_forward(rows)
         local += placer.local
         now_s += 1.0 if placer.local else 2.0
@@ -514,7 +515,7 @@ def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
     layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel) for i in range(LAYERS)]
     for name, count in [("a", 6), *[("a", 1)] * 10, ("b", 8), *[("b", 1)] * 10]:
         rows: Any = [SimpleNamespace(name=name, start=0, stop=count, decode=count == 1)]
-        cache.begin_forward(count == 1)
+        cache.core.decode_only = count == 1
         placer.begin_forward(rows)
         for index, layer in enumerate(layers):
             picked = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(count)])
@@ -558,7 +559,7 @@ def test_the_share_of_misses_is_learned_from_decodes() -> None:
     inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2)
     assert placer.native.missed is None
     for share in (1.0, 0.98):  # both are loaded, and there the second time
-        stack.cache.begin_forward(True)
+        stack.cache.core.decode_only = True
         placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
         layer.forward(*inputs)
         assert placer.native.missed == pytest.approx(share)
@@ -577,7 +578,7 @@ def test_without_workers_prompts_are_local_too_and_native_code_counts_their_expe
         for name, count, decode in rows:
             found.append(SimpleNamespace(name=name, start=at, stop=at + count, decode=decode))
             at += count
-        stack.cache.begin_forward(all(decode for *_, decode in rows))
+        stack.cache.core.decode_only = all(decode for *_, decode in rows)
         placer.begin_forward(cast(Any, found))
         assert placer.local
         picked = [np.stack([rng.permutation(EXPERTS)[:2] for _ in range(at)]) for _ in layers]
@@ -598,7 +599,7 @@ def test_without_workers_prompts_are_local_too_and_native_code_counts_their_expe
 
 
 def test_worth_orders_by_refusal_share_and_rank() -> None:
-    order = WorthEviction(2, 4)  # keys 0-3 and 4-7
+    order = WorthOrder(2, 4)  # keys 0-3 and 4-7
     for key in (0, 1, 2, 3, 4, 5):
         order.admitted(key)
     order.bind(6, np.array([[4.0, 3.0, 2.0, 1.0]] * 2))  # the last key is worth least
@@ -622,7 +623,7 @@ def test_the_native_order_by_worth_is_the_policy(data: st.DataObject) -> None:
     counted.
     """
     layers, experts = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
-    policy, native, keys = WorthEviction(layers, experts), NativeWorth(layers, experts), layers * experts
+    policy, native, keys = Worth(layers, experts), WorthOrder(layers, experts), layers * experts
     few = st.floats(0.0, 3.0).map(round)  # with ties
     held, noted = set[int](), [set[int]() for _ in range(layers)]
     uses: list[Any] = [None, None]  # by prompts, of each order
@@ -673,7 +674,7 @@ def test_the_native_order_by_worth_is_the_policy(data: st.DataObject) -> None:
 
 
 def test_a_native_order_refuses_other_arrays_and_keys() -> None:
-    order = NativeWorth(2, 3)
+    order = WorthOrder(2, 3)
     for worths in (np.zeros((2, 3), np.float32), np.zeros((2, 6))[:, ::2]):
         with pytest.raises(TypeError, match="float64"):
             order.bind(2, worths)
@@ -685,11 +686,11 @@ def test_a_native_order_refuses_other_arrays_and_keys() -> None:
         with pytest.raises(ValueError, match="no such expert"):
             order.refuse(key)
     with pytest.raises(ValueError, match="not by worth"):
-        _core.WholeOrder(0, 2, 3).settled()
+        _core.WholeOrder("lru", 2, 3).settled()
 
 
 def test_worth_that_is_no_number_leaves_first() -> None:
-    order = NativeWorth(1, 4)
+    order = WorthOrder(1, 4)
     for key in range(4):
         order.admitted(key)
     order.bind(4, np.array([[1.0, np.nan, -np.inf, np.nan]]))
@@ -727,12 +728,12 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     placer = AutoPlacer(native.cache, EXPERTS, None, None, cast(Any, native.cache.eviction), lambda: COSTS, planner)
     placer.preload()
     reference = planner()
-    cast(WorthEviction, python.cache.eviction).bind(slots, reference.worths)
+    cast(Worth, python.cache.eviction).bind(slots, reference.worths)
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
     layers = native.layers_of(cast(Any, backend), placer, kernel, Hooks())
     told = list[tuple[int, Any]]()
     for _ in range(60):
-        native.cache.begin_forward(True), python.cache.begin_forward(True)
+        native.cache.core.decode_only = python.cache.core.decode_only = True
         placer.begin_forward(cast(Any, [SimpleNamespace(name="a", start=0, stop=1, decode=True)]))
         for index, used in told:
             reference.used(index, used)

@@ -119,7 +119,7 @@ def test_evicting_a_started_prefetch_waits_for_it_and_counts_the_wait(make: Make
 
 def test_preload_is_counted_apart(make: Make) -> None:
     fixture = make(3)
-    fixture.cache.preload(range(8))
+    fixture.cache.core.preload(range(8))
     assert fixture.resident() == {0, 1, 2}
     assert fixture.stats.bytes_preloaded == 3 * SLOT_BYTES
     assert fixture.stats.total() == LayerStats()
@@ -130,7 +130,7 @@ def test_preload_is_counted_apart(make: Make) -> None:
 def test_migration_brings_in_what_is_absent_and_turns_the_rest_out(make: Make) -> None:
     fixture = make(4)
     fixture.forward(0, 0, 1)
-    fixture.cache.migrate([1, 4, 5], keep_others=False)
+    fixture.cache.core.migrate([1, 4, 5], False)
     fixture.settle()
     assert sorted(fixture.residency.held()) == [1, 4, 5]
     assert fixture.stats.layers[1].bytes_loaded_migration == 2 * SLOT_BYTES
@@ -201,7 +201,7 @@ def test_check_integrity_sees_a_disagreement(make: Make) -> None:
 def test_a_failed_migration_is_loaded_on_demand(make: Make) -> None:
     fixture = make(2)
     fixture.device.failing = OSError("unplugged")
-    fixture.cache.migrate([4], keep_others=False)
+    fixture.cache.core.migrate([4], False)
     fixture.settle()
     fixture.device.failing = None
     fixture.forward(1, 0)
@@ -312,7 +312,7 @@ def test_a_failing_preload_is_a_typed_error(make: Make) -> None:
     fixture = make(3)
     fixture.device.failing = OSError("the mapping is gone")
     with pytest.raises(RuntimeFailure, match="the mapping is gone"):
-        fixture.cache.preload(range(3))
+        fixture.cache.core.preload(range(3))
 
 
 def test_close_ends_a_forward_that_waits(make: Make) -> None:

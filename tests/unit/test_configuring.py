@@ -10,14 +10,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import traces
+from cache_rigs import tops_and_bottoms
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.layer import Passed
 from tiermoe.actors.engine.split import Configuring, Recorder, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
-from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import SplitOptions
-from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.jobs.replay import Replay, replay_policy, with_prefetch
 from tiermoe.cluster.report.status_tables import configurator_rows
@@ -44,7 +43,8 @@ def routed(tokens: int, experts: list[int], counts: list[int]) -> Any:
 
 def fake_cache(layers: int) -> Any:
     counted = [LayerStats() for _ in range(layers)]
-    return SimpleNamespace(decode_only=False, counted=counted, counts=counted.__getitem__)
+    core = SimpleNamespace(decode_only=False, counts=counted.__getitem__)
+    return SimpleNamespace(core=core, counted=counted)
 
 
 class Recording(Recorder):
@@ -57,7 +57,7 @@ class Recording(Recorder):
 
 def forward(recorder: Recording, cache: Any, clock: Clock, decode: bool, waits_s: float = 0.0) -> Step:
     """Two layers, each entered 1 s after what was before, 3 s long."""
-    cache.decode_only = decode
+    cache.core.decode_only = decode
     recorder.steps.clear()
     for layer in range(2):
         assert recorder.steps == []
@@ -206,7 +206,7 @@ class TestConfiguring:
 
 
 def forward_hooks(configuring: Configuring, cache: Any, clock: Clock) -> None:
-    cache.decode_only = True
+    cache.core.decode_only = True
     for layer in range(2):
         configuring.routed(layer, routed(1, [layer], [1]))
         configuring.ran(layer)
@@ -234,7 +234,7 @@ class TestSimulated:
         """A slow link: the configurator finds a better cut, and whatever it does slots and budget hold."""
         cut = first_split(trace.header, POLICY, Budget(share=0.5))
         assert cut.neurons == 16
-        eviction = split_eviction(lambda: Lcp(one_layer=True), 4, 8)
+        eviction = tops_and_bottoms(4, 8, "lcp")
         policies = Policies(eviction, split=cut, settings=POLICY)
         engine = SimulatedEngine(trace.header, machine(1e-3), Budget(share=0.5), policies, check=True)
         served = serve(engine, trace.requests())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from cache_rigs import tops_and_bottoms
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -12,10 +13,7 @@ from pydantic import ValidationError
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
-from tiermoe.actors.policies.eviction import Lru
-from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.moepic.split import Segments, SplitLayout, SplitOptions, buffer_for
-from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings
 from tiermoe.errors import ConfigError
@@ -110,18 +108,16 @@ def plan(core: _core.Core, *experts: int) -> tuple[Any, ...]:
 
 
 def test_victims_are_of_their_class() -> None:
-    eviction = split_eviction(Lru, 2, EXPERTS)
+    eviction = tops_and_bottoms(2, EXPERTS)
     for segment in (0, 1, 6, 3):
         eviction.admitted(segment)
     eviction.used([0, 6, 3])
-    assert eviction.of_class(0).victims(9, lambda key: True) == [1, 0]
-    assert eviction.of_class(2).victims(9, lambda key: True) == [6]
     assert eviction.victims(3, lambda key: True) == [1, 0, 3]
-    assert sorted(eviction.victims(9, lambda key: True)) == [0, 1, 3, 6]
+    assert eviction.victims(9, lambda key: True) == [1, 0, 3, 6]
 
 
 def test_ranked_by_layer() -> None:
-    eviction = split_eviction(lambda: Lcp(one_layer=True), 2, EXPERTS)
+    eviction = tops_and_bottoms(2, EXPERTS, "lcp")
     eviction.routed([1, 2], [1, 3], 4)
     eviction.routed([5], [4], 4)
     assert eviction.ranked(range(KEYS)) == [2, 5, 1, 3, 0, 4]

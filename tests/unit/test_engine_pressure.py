@@ -35,10 +35,10 @@ def disturb(engine: ExpertEngine, call: Call) -> None:
         if residency.state(key) != State.ABSENT:
             continue
         if residency.state(victim) == State.RESIDENT:
-            cache.leave([victim], key // engine.experts)
+            cache.core.leave([victim], key // engine.experts)
         elif not residency.free_slots:
             continue
-        cache.preload([key])
+        cache.core.preload([key])
     cache.prefetch(call.prefetches)
 
 
@@ -108,7 +108,7 @@ def test_the_choice_of_kernel_is_each_experts_own() -> None:
     found = []
     for slots in (1, 2, 4):
         with engine_for(case, slots * case.shape.nbytes(4)) as engine:
-            engine.cache.preload(range(slots))
+            engine.cache.core.preload(range(slots))
             found.append(engine.layers[0].forward(hidden, ids, torch.ones(11, 1)))
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[2])
@@ -150,7 +150,7 @@ def test_a_farther_prefetch_takes_no_slot_that_a_nearer_one_wants() -> None:
     nearer = [4 + e for e in (case.routers[1] @ hidden[0]).topk(2).indices.tolist()]
     with engine_for(case, 4 * case.shape.nbytes(4), "next-gate", distance=2) as engine:
         cache = engine.cache
-        cache.preload([*nearer, 0, 1])  # the nearer guesses are the oldest, the pool is full
+        cache.core.preload([*nearer, 0, 1])  # the nearer guesses are the oldest, the pool is full
         engine.layers[0].forward(hidden, ids, torch.ones(1, 2))
         assert set(nearer) <= set(cache.residency.held())
 

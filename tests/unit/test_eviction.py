@@ -95,7 +95,7 @@ def filled(policy: P, *admitted: int) -> P:
 
 
 def lru(*admitted: int) -> Lru:
-    return filled(Lru(), *admitted)
+    return filled(Lru(2, 3), *admitted)
 
 
 def test_lru_use_moves_to_the_end_in_the_order_of_use() -> None:
@@ -114,20 +114,20 @@ def test_lru_forgets_what_is_removed_and_readmits_it_as_newest() -> None:
 
 class TestLfu:
     def test_the_least_used_goes_first(self) -> None:
-        policy = filled(Lfu(), 0, 1, 2)
+        policy = filled(Lfu(2, 3), 0, 1, 2)
         for keys in ([0, 1], [0], [2], [2], [2]):
             policy.used(keys)
         assert policy.victims(3, anything) == [1, 0, 2]
 
     def test_equal_ones_by_their_last_visit(self) -> None:
-        policy = filled(Lfu(), 3, 1, 2)
+        policy = filled(Lfu(2, 3), 3, 1, 2)
         assert policy.victims(3, anything) == [3, 1, 2]
         policy.used([1])
         policy.used([3])
         assert policy.victims(3, anything) == [2, 1, 3]  # 2 has its credit, as many as the others have uses
 
     def test_admission_counts_once_until_the_first_use(self) -> None:
-        policy = filled(Lfu(), 0, 1)
+        policy = filled(Lfu(2, 3), 0, 1)
         policy.used([0])
         policy.used([1])
         policy.used([1])
@@ -140,7 +140,7 @@ class TestLfu:
         assert policy.victims(3, anything) == [2, 1, 0]
 
     def test_uses_outlive_eviction(self) -> None:
-        policy = filled(Lfu(), 0, 1)
+        policy = filled(Lfu(2, 3), 0, 1)
         for _ in range(3):
             policy.used([0])
         policy.removed(0)
@@ -151,7 +151,7 @@ class TestLfu:
 
     def test_decay_forgets(self) -> None:
         for half_life, first in ((None, 1), (1.0, 0)):
-            policy = filled(Lfu(half_life), 0, 1)
+            policy = filled(Lfu(2, 3, half_life), 0, 1)
             for keys in ([0], [0], [0], [1], [1]):
                 policy.used(keys)
             # 0: 1/16 + 1/8 + 1/4 by now, 1: 1/2 + 1
@@ -159,19 +159,19 @@ class TestLfu:
 
     def test_decay_never_overflows(self) -> None:
         """Counts are rescaled before they overflow, and the order stays."""
-        policy = filled(Lfu(0.25), 0, 1, 2)
+        policy = filled(Lfu(2, 3, 0.25), 0, 1, 2)
         for round_ in range(2000):
             policy.used([round_ % 2])
         assert policy.victims(3, anything) == [2, 0, 1]
 
     def test_a_half_life_of_nothing_is_refused(self) -> None:
         with pytest.raises(ValueError, match="half-life"):
-            Lfu(0.0)
+            Lfu(2, 3, 0.0)
 
 
 class TestExpertMap:
     def test_without_a_map_it_is_lfu(self) -> None:
-        one, other = filled(ExpertMapEviction(3, 4), 2, 0, 1), filled(Lfu(), 2, 0, 1)
+        one, other = filled(ExpertMapEviction(3, 4), 2, 0, 1), filled(Lfu(3, 4), 2, 0, 1)
         for keys in ([0, 1], [1], [2]):
             one.used(keys)
             other.used(keys)
@@ -230,7 +230,7 @@ class TestSweepLru:
         assert policy.victims(2, lambda key: key < 2) == [0, 1]
 
     def test_decode_steps_evict_as_lru(self) -> None:
-        policy, lru = filled(SweepLru(4, 2), *range(8)), filled(Lru(), *range(8))
+        policy, lru = filled(SweepLru(4, 2), *range(8)), filled(Lru(4, 2), *range(8))
         policy.routed([2, 3], [5, 9], tokens=9)
         for one in (policy, lru):
             one.routed([4], [1], tokens=1)
@@ -246,7 +246,7 @@ class TestSweepLru:
     def test_prompts_load_what_belady_loads(self) -> None:
         """Prompt after prompt through 8 layers with slots for half of them, one layer at a time."""
         loads = {}
-        for policy in (Lru(), SweepLru(8, 4)):
+        for policy in (Lru(8, 4), SweepLru(8, 4)):
             held, count = set[int](), 0
             for _ in range(5):
                 count = 0  # of the last prompt

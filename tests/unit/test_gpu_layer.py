@@ -107,7 +107,7 @@ def test_native_calls_are_the_step_in_python(slots: int) -> None:
     rng = np.random.default_rng(slots)
     for n in range(30):
         for stack in (native, python):
-            stack.cache.begin_forward(bool(n % 2))
+            stack.cache.core.decode_only = bool(n % 2)
             stack.ahead.wanted = rng.permutation(KEYS)[:2].tolist() if n % 3 == 0 and stack is native else []
         python.ahead.wanted = native.ahead.wanted
         step(native, python, *routed(rng, 24))

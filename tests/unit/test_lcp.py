@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.policies.eviction import Lfu, Lru, RandomOrder
 from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.slot_classes import PerLayer
+from tiermoe.actors.policies.slot_classes import SlotClasses
 
 EXPERTS, LAYERS = 6, 3
 
@@ -46,7 +47,7 @@ class TestLcp:
     def test_one_class_of_slots_for_all_layers(self, seed: int, tokens: int, rho: float) -> None:
         """All keys admitted after the first token: the order of leaving is that of equation 4, over all layers."""
         steps, keys = draw_steps(seed, tokens), EXPERTS * LAYERS
-        policy = Lcp(rho=rho, omega=8)
+        policy = Lcp(LAYERS, EXPERTS, rho, 8)
         for token in steps:
             for picked in token:
                 policy.routed(sorted(picked), [1] * len(picked), 1)
@@ -63,7 +64,7 @@ class TestLcp:
     def test_a_cache_of_one_layer(self, seed: int, tokens: int) -> None:
         """Three slots, evict on a miss; the victim is always the lowest of equation 4."""
         rng, held = Random(seed), list[int]()
-        policy, steps = Lcp(omega=4, one_layer=True), []
+        policy, steps = Lcp(1, EXPERTS, omega=4), []
         for _ in range(tokens):
             key = rng.randrange(EXPERTS)
             steps.append([{key}])
@@ -80,7 +81,7 @@ class TestLcp:
             policy.used([key])
 
     def test_what_runs_elsewhere_counts(self) -> None:
-        policy = Lcp()
+        policy = Lcp(1, EXPERTS)
         policy.routed([3], [9], 9)  # never held meanwhile
         policy.routed([1], [1], 9)
         policy.admitted(1)
@@ -88,7 +89,7 @@ class TestLcp:
         assert policy.victims(2, anything) == [1, 3]
 
     def test_a_guess_is_not_the_first_to_go_for_ever(self) -> None:
-        policy = Lcp(omega=1, one_layer=True)
+        policy = Lcp(1, EXPERTS, omega=1)
         policy.routed([0], [1], 1)
         policy.admitted(0)
         policy.routed([1], [1], 1)
@@ -97,7 +98,7 @@ class TestLcp:
         assert policy.victims(3, anything) == [0, 1, 5]
 
     def test_equal_ones_leave_in_the_order_of_admission(self) -> None:
-        policy = Lcp()
+        policy = Lcp(1, EXPERTS)
         policy.routed([4, 2, 3], [1, 1, 1], 1)
         for key in (3, 4, 2):
             policy.admitted(key)
@@ -106,25 +107,29 @@ class TestLcp:
     @pytest.mark.parametrize(("rho", "omega"), [(0, 1), (1, 1), (0.5, 0)])
     def test_refuses(self, rho: float, omega: float) -> None:
         with pytest.raises(ValueError, match="rho is"):
-            Lcp(rho, omega)
+            Lcp(LAYERS, EXPERTS, rho, omega)
 
 
-class TestPerLayer:
+def of_class(policy: SlotClasses, slot_class: int) -> list[int]:
+    return policy.handle.victims(slot_class, 2, np.ones(2 * LAYERS * EXPERTS, np.uint8))
+
+
+class TestSplit:
     def test_each_layer_has_its_own_order(self) -> None:
-        policy = PerLayer(lambda: Lcp(one_layer=True), LAYERS, EXPERTS)
+        policy = SlotClasses([Lcp(1, EXPERTS) for _ in range(LAYERS)], LAYERS, EXPERTS, split=True)
         for key in (0, 1, EXPERTS, EXPERTS + 1):
             policy.admitted(key)
         policy.routed([EXPERTS], [1], 1)
         policy.routed([0], [3], 3)
         policy.used([0, EXPERTS])
-        assert policy.of_class(0).victims(2, anything) == [1, 0]
-        assert policy.of_class(1).victims(2, anything) == [EXPERTS + 1, EXPERTS]
+        assert of_class(policy, 0) == [1, 0]
+        assert of_class(policy, 1) == [EXPERTS + 1, EXPERTS]
         assert policy.victims(3, anything) == [1, 0, EXPERTS + 1]
         policy.removed(EXPERTS + 1)
-        assert policy.of_class(1).victims(2, anything) == [EXPERTS]
+        assert of_class(policy, 1) == [EXPERTS]
 
     def test_ranked_takes_turns(self) -> None:
-        policy = PerLayer(lambda: Lcp(one_layer=True), LAYERS, EXPERTS)
+        policy = SlotClasses([Lcp(1, EXPERTS) for _ in range(LAYERS)], LAYERS, EXPERTS, split=True)
         policy.routed([0, 1], [1, 2], 2)
         policy.routed([EXPERTS, EXPERTS + 1], [2, 1], 2)
         assert policy.ranked([0, 1, EXPERTS, EXPERTS + 1]) == [1, EXPERTS, 0, EXPERTS + 1]
@@ -155,7 +160,7 @@ class TestRandom:
 
 
 def test_ranked_of_lru_and_lfu() -> None:
-    lru, lfu = Lru(), Lfu()
+    lru, lfu = Lru(1, EXPERTS), Lfu(1, EXPERTS)
     for policy in (lru, lfu):
         for key in (0, 1, 2):
             policy.admitted(key)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cache_rigs import EXPERTS, LAYERS, begin_layer, end_layer
 from channel_peer import wait_until
+from orders_reference import Lru
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache import device as cpu_device
@@ -24,7 +25,6 @@ from tiermoe.actors.engine.cache.places import linkable
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape
@@ -245,14 +245,14 @@ class Linked:
 
     def copies(self) -> list[tuple[int, float, float, float]]:
         """Lets all arrive; expert, start, end and seconds of the link of each copy that has, in order of starting."""
-        self.cache.land_all()
+        self.cache.core.wait_all()
         self.cache.check_integrity()
         found = [(key, *times) for wait, _, key, _, *times in self._seen.take() if not wait]
         return sorted(found, key=lambda copy: copy[1])
 
     def await_idle(self) -> None:
         """The link has copied all; nobody has looked yet."""
-        wait_until(lambda: not self.cache.loads_in_flight)
+        wait_until(lambda: not self.cache.link.pending)
 
     def order(self) -> list[int]:
         return [key for key, *_ in self.copies()]
@@ -290,7 +290,7 @@ def test_promoting_what_has_ended_changes_nothing(linked: Linked) -> None:
     linked.await_idle()
     plan = begin_layer(linked.cache, 1, [4], arrivals=False)
     assert plan.arriving == 1
-    assert linked.cache.loads_in_flight == 0
+    assert linked.cache.link.pending == 0
     end_layer(linked.cache, plan)
     assert linked.holds(4)
 
@@ -310,8 +310,8 @@ def test_a_cancelled_copy_writes_nothing(linked: Linked) -> None:
     begin_layer(linked.cache, 0, [0], arrivals=False)
     linked.cache.prefetch([8])
     where = linked.pool.slot(linked.cache.residency.slot(8))
-    linked.cache.drop_stale(2, [])
-    linked.cache.drop_stale(1, [])  # too late: it is there
+    linked.cache.core.drop_stale(2, [])
+    linked.cache.core.drop_stale(1, [])  # too late: it is there
     assert [linked.cache.residency.state(key) for key in (4, 8)] == [State.LOADING, State.ABSENT]
     assert linked.order() == [4, 0]
     assert linked.holds(4)  # widened, and exactly
@@ -323,9 +323,9 @@ def test_closing_drops_what_is_queued_and_refuses_more(linked: Linked) -> None:
     linked.cache.prefetch(range(8))
     linked.cache.close()
     linked.cache.close()
-    assert linked.cache.loads_in_flight == 0
+    assert linked.cache.link.pending == 0
     with pytest.raises(RuntimeFailure, match="closed during a forward"):
-        linked.cache.land_all()
+        linked.cache.core.wait_all()
     with pytest.raises(RuntimeFailure, match="closed"):
         begin_layer(linked.cache, 2, [8], arrivals=False)
     with pytest.raises(RuntimeFailure, match="closed"):

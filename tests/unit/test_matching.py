@@ -18,12 +18,11 @@ from channel_peer import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from map_contexts import MAPS, SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
-from orders_reference import MapOrder
+from orders_reference import Lru, MapOrder
 
 from tiermoe.actors.engine.peers.matcher import MatcherLink, MatcherPrefetch, tell_eviction
 from tiermoe.actors.engine.peers.shards import Shards
 from tiermoe.actors.matcher import Matcher
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.fmoe import BlendPrefetch, ExpertMapEviction
 from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, Wanted
 from tiermoe.actors.settings import ShardSettings

@@ -6,14 +6,13 @@ import contextlib
 
 import numpy as np
 import pytest
+from cache_rigs import with_replicas
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import Lfu
 from tiermoe.actors.policies.hobbit import LowBitOptions, MixedGatePrefetch, MixedPlan, MixedPrecision, unimportance
 from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
 from tiermoe.actors.policies.registry import PolicyContext, options
-from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.slot_budget import mixed_slots
 from tiermoe.cluster.config import load_policy
@@ -119,12 +118,10 @@ def test_guesses_have_a_precision() -> None:
 
 
 def test_each_width_has_its_order_of_eviction() -> None:
-    policy = TwoPools(Lfu(), 10, 1)
+    policy = with_replicas(1, 10, "lfu")
     for key in (1, 2, 11, 12):
         policy.admitted(key)
     policy.used([1, 1, 12, 11, 2])
-    assert policy.of_class(0).victims(4, lambda key: True) == [2, 1]
-    assert policy.of_class(1).victims(4, lambda key: True) == [12, 11]
     assert policy.victims(3, lambda key: True) == [2, 1, 12]
     policy.removed(12)
     assert policy.victims(9, lambda key: True) == [2, 1, 11]

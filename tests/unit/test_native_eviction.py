@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from orders_reference import ImportanceOrder, MapOrder, reference_of
 
-from tiermoe.actors.engine.cache.native_order import fast_eviction
 from tiermoe.actors.policies.activeevict import ImportanceEviction
-from tiermoe.actors.policies.eviction import EvictionPolicy
+from tiermoe.actors.policies.eviction import EvictionPolicy, NativeOrder
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
-from tiermoe.actors.policies.native_order import NativeOrder
 from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.actors.policies.slot_classes import make_eviction
 
 LAYERS, EXPERTS, TOP = 3, 7, 2
 KEYS = LAYERS * EXPERTS
@@ -33,12 +32,12 @@ def changes(draw: random.Random, policies: list[EvictionPolicy]) -> None:
             policy.state.target(layer, row[None] * 4, np.zeros(EXPERTS, np.bool_), 0.0, 0)
 
 
-@pytest.mark.parametrize("kind", ["lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "importance", "worth"])
+@pytest.mark.parametrize("kind", ["lru", "lru-sweep", "lfu", "lfu-decay", "lcp", "expert-map", "importance", "worth"])
 @pytest.mark.parametrize("seed", range(8))
 def test_victims_are_those_of_the_reference(kind: str, seed: int) -> None:
     draw, context = random.Random(seed), PolicyContext(LAYERS, EXPERTS, TOP)
     reference = reference_of(options("eviction", kind), context)
-    native, held = fast_eviction(options("eviction", kind), context, split=False, low_bit=False), set[int]()
+    native, held = make_eviction(options("eviction", kind), context), set[int]()
     assert isinstance(native, NativeOrder)
     both: list[EvictionPolicy] = [reference, native]
     for _ in range(150):

@@ -162,7 +162,7 @@ def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: i
 def begin(native: Stack, python: Stack, rng: np.random.Generator) -> None:
     decode = bool(rng.integers(2))
     for stack in (native, python):
-        stack.cache.begin_forward(decode)
+        stack.cache.core.decode_only = decode
 
 
 def test_what_was_prefetched_before_a_reset_counts_for_no_source() -> None:
@@ -249,9 +249,9 @@ def test_a_synchronous_prefetch_lands() -> None:
     inputs = routed(np.random.default_rng(1), 1)
     for stack in (native, python):
         stack.cache.prefetch([0, 1, 2], source="test")
-        stack.cache.finish_prefetch([0, 2], 1)
+        stack.cache.core.finish_prefetch([0, 2], 1)
         assert [stack.cache.residency.state(key) for key in (0, 2)] == [State.RESIDENT] * 2
-        assert stack.cache.counts(1).blocked_io_s > 0
+        assert stack.cache.core.counts(1).blocked_io_s > 0
         stack.layers[1].forward(*inputs)
         stack.settle()
         stack.layers[0].forward(*inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,11 @@ import torch
 from cache_rigs import EXPERTS, KEYS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_rigs import CUTS, HOLD_S, OMEGA, RATE_GBPS, RHO, SplitStack, forwards, unhurried
+from native_rigs import CUTS, HOLD_S, RATE_GBPS, SplitStack, forwards, unhurried
+from orders_reference import reference_of
 
-from tiermoe.actors.engine.cache.native_order import SplitOrder
-from tiermoe.actors.policies.eviction import Lru
-from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.slot_classes import split_eviction
+from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.actors.policies.slot_classes import make_eviction
 from tiermoe.errors import RuntimeFailure
 
 PREFETCHES = ("speculative", "next-gate", "random", "none")
@@ -113,9 +113,11 @@ def test_the_native_order_is_the_policy(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 10**6)))
     layers, experts = int(rng.integers(1, 4)), int(rng.integers(1, 7))
     keys, rho, omega = layers * experts, float(rng.choice([0.25, 0.5, 0.9])), float(rng.choice([1, 4, 128]))
-    by_use = data.draw(st.booleans())
-    native = SplitOrder(layers, experts) if by_use else SplitOrder(layers, experts, rho, omega)
-    policy = split_eviction(Lru if by_use else lambda: Lcp(rho, omega, one_layer=True), layers, experts)
+    kind = data.draw(st.sampled_from(["lru", "lcp", "lfu", "lfu-decay", "random"]))
+    chosen = options("eviction", {"kind": kind, "rho": rho, "omega": omega} if kind == "lcp" else kind)
+    context = PolicyContext(layers, experts)
+    native: Any = make_eviction(chosen, context, split=True)
+    policy: Any = reference_of(chosen, context, split=True)
     held = set[int]()
     for _ in range(80):
         layer = int(rng.integers(layers))
@@ -131,20 +133,21 @@ def test_the_native_order_is_the_policy(data: st.DataObject) -> None:
         native.used(ran), policy.used(ran)
         allowed = set(rng.permutation(2 * keys)[: keys].tolist())
         count = int(rng.integers(0, keys + 1))
+        mask = np.isin(np.arange(2 * keys), list(allowed)).astype(np.uint8)
         for slot_class in range(layers + 1):
-            mine, theirs = native.of_class(slot_class), policy.of_class(slot_class)
-            assert mine.victims(count, allowed.__contains__) == theirs.victims(count, allowed.__contains__)
+            wanted = policy.of_class(slot_class).victims(count, allowed.__contains__)
+            assert native.handle.victims(slot_class, count, mask) == wanted
         assert native.victims(count, allowed.__contains__) == policy.victims(count, allowed.__contains__)
         assert native.ranked(range(keys)) == policy.ranked(range(keys))
 
 
 def test_the_order_refuses_what_cannot_be() -> None:
-    order = SplitOrder(2, 3, RHO, OMEGA)
+    order = make_eviction(options("eviction", "lcp"), PolicyContext(2, 3), split=True)
     order.admitted(0)
     for wrong in (
         lambda: order.admitted(0), lambda: order.removed(1), lambda: order.used([7]), lambda: order.admitted(12),
         lambda: order.routed([2, 3], [1, 1], 1), lambda: order.routed([6], [1], 1),
-        lambda: order.of_class(3).victims(1, bool),
+        lambda: order.handle.victims(3, 1, np.ones(12, np.uint8)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"slot|segment|expert|class"):
             wrong()

@@ -26,7 +26,7 @@ from tiermoe.cluster.worker_process import Role, WorkerProcess
 _MAIN = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()"]
 _LOUD = """
 import os
-from tiermoe.actors.policies.eviction import Lru
+from orders_reference import Lru
 from tiermoe.actors.policies.registry import PolicyOptions
 print("imported", flush=True)
 

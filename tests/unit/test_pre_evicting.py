@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 import traces
+from cache_rigs import begin_layer, end_layer
 from numpy.typing import NDArray
+from orders_reference import Lru
 from pydantic import ValidationError
+from reference import LayerPlan
 from serving import policy
 
 from tiermoe.actors.budget import Budget
@@ -25,7 +28,7 @@ from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
 from tiermoe.actors.engine.rerouting import reroute_view
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEviction, PreEviction
-from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
+from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.prefetch import Span
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
@@ -69,19 +72,13 @@ def make() -> Iterator[Make]:
 
 
 def forward(cache: ExpertCache, layer: int, *experts: int) -> None:
-    begin(cache, layer, *experts)
-    while len(set(cache.core.next())) > 1:
-        pass
-    cache.close_pass()
+    end_layer(cache, begin(cache, layer, *experts))
     cache.check_integrity()
 
 
-def begin(cache: ExpertCache, layer: int, *experts: int) -> None:
+def begin(cache: ExpertCache, layer: int, *experts: int) -> LayerPlan:
     """The first half of a layer's turn, as `MoeLayer` takes it."""
-    cache.poll(layer)
-    cache.plan(cache.core.open(layer, [layer * EXPERTS + e for e in experts], [1] * len(experts), 1, []))
-    cache.begin()
-    cache.load()
+    return begin_layer(cache, layer, [layer * EXPERTS + e for e in experts])
 
 
 def seen(ids: NDArray[Any]) -> Any:
@@ -98,9 +95,9 @@ class TestVacate:
         cache = make(4)
         forward(cache, 0, 0, 1)
         forward(cache, 1, 0, 1)
-        cache.vacate(2, 1)
+        cache.core.vacate(2, 1)
         assert cache.residency.free_slots == 2
-        cache.vacate(1, 1)  # two are free already
+        cache.core.vacate(1, 1)  # two are free already
         assert cache.layer_stats(1).vacated == 2
         forward(cache, 1, 2, 3)  # lands in the free slots
         assert set(cache.residency.held()) == {4, 5, 6, 7}
@@ -114,9 +111,9 @@ class TestVacate:
         cache = make(2)
         forward(cache, 0, 0, 1)
         begin(cache, 0, 0)
-        cache.vacate(2, 1)
+        cache.core.vacate(2, 1)
         assert set(cache.residency.held()) == {0}
-        cache.abandon()
+        cache.core.abandon()
 
 
 class TestPreEvicting:
@@ -173,7 +170,7 @@ class TestPreEvicting:
 def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
     cache = make(3)
     forward(cache, 0, 0, 1, 2)
-    cache.vacate(1, 1)
+    cache.core.vacate(1, 1)
     view = reroute_view(cache, 0, 3)
     assert (view.vacant, view.free_slots, view.available.tolist()) == (1, 1, [False, True, True, False])
     ids, weights = np.array([[1, 3, 0]]), np.array([[0.5, 0.3, 0.2]], np.float32)
@@ -195,7 +192,7 @@ class TestWriteback:
         forward(cache, 1, 0, 1)
         forward(cache, 1, 0, 1)
         assert cache.layer_stats(1).bytes_written_back == 2 * BYTES
-        cache.vacate(2, 0)
+        cache.core.vacate(2, 0)
         assert cache.live_stats().total().bytes_written_back == 2 * BYTES  # freed, not used again yet
         forward(cache, 0, 3)
         assert cache.layer_stats(0).bytes_written_back == BYTES
@@ -217,7 +214,7 @@ class TestWriteback:
         for writeback in (False, True):
             settings = PLAIN.model_copy(update={"evict_writeback": writeback})
             engine = SimulatedEngine(header, step, Budget(share=0.3), Policies(Lru(), settings=settings), check=True)
-            engine.cache.preload(range(engine.stats.slots))
+            engine.cache.core.preload(range(engine.stats.slots))
             forward(engine.cache, 1, 2, 3)
             total = engine.live_stats().total()
             busy.append(total.link_s)

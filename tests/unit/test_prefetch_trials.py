@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import traces
+from orders_reference import Lru
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.prefetch import NextGatePrefetch, PrefetchPolicy, RandomPrefetch
 from tiermoe.actors.policies.prefetch_trials import DecodeForward, PrefetchTrials
 from tiermoe.cluster.config import load_policy

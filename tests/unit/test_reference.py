@@ -9,17 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from orders_reference import MapOrder, reference_of
+from orders_reference import Lru, MapOrder, Worth, reference_of
 from reference import Reference, Slots
 
 from tiermoe.actors.core import _core
-from tiermoe.actors.engine.cache.native_order import core_order, fast_eviction
-from tiermoe.actors.policies.eviction import EvictionPolicy, Lru
+from tiermoe.actors.policies.eviction import EvictionPolicy, core_order
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.moepic.split import Segments, SplitLayout
 from tiermoe.actors.policies.plan import PlanError
-from tiermoe.actors.policies.registry import PolicyContext, options
-from tiermoe.actors.policies.slot_classes import make_eviction
+from tiermoe.actors.policies.registry import PolicyContext, make, options
+from tiermoe.actors.policies.slot_classes import SlotClasses, make_eviction
 from tiermoe.actors.policies.worth import WorthOrder
 
 LAYERS, EXPERTS, WHOLE = 3, 6, 64
@@ -180,7 +179,7 @@ def whole(slots: int) -> Slots:
 CONTEXT = PolicyContext(LAYERS, EXPERTS, top_k=2)
 KINDS = ("lru", "lru-sweep", "lfu", "lfu-decay", "lcp", "random", "expert-map", "expert-map-decay",
          "importance", "worth")  # fmt: skip
-NATIVE = {"lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "importance", "worth"}
+NATIVE = {"lru", "lru-sweep", "lfu", "lfu-decay", "lcp", "expert-map", "expert-map-decay", "importance", "worth"}
 
 
 def told(policy: EvictionPolicy) -> EvictionPolicy:
@@ -188,7 +187,7 @@ def told(policy: EvictionPolicy) -> EvictionPolicy:
     numbers = np.random.default_rng(3).integers(1, 64, KEYS) / 64
     if isinstance(policy, ExpertMapEviction | MapOrder):
         policy.probabilities[:] = numbers
-    elif isinstance(policy, WorthOrder):
+    elif isinstance(policy, Worth | WorthOrder):
         policy.bind(7, numbers.reshape(LAYERS, EXPERTS))
     return policy
 
@@ -199,13 +198,9 @@ def test_whole_experts(kind: str, native: bool) -> None:
     """All orders of eviction, in pools of one slot and more; with copies back, and with slots that come and go."""
     chosen = options("eviction", kind)
     for seed, (slots, writeback, most) in enumerate(((1, False, 0), (4, True, 0), (7, False, 9))):
-        policy = reference_of(chosen, CONTEXT)
-        if native:
-            policy = fast_eviction(chosen, CONTEXT, split=False, low_bit=False)
-        order = core_order(told(policy))
+        policy = make_eviction(chosen, CONTEXT) if native else reference_of(chosen, CONTEXT)
+        order = core_order(told(policy), KEYS)
         assert isinstance(order, _core.WholeOrder) == (native and kind in NATIVE)
-        if isinstance(order, _core.PythonOrder):
-            order.segments = KEYS
         both = Both(whole(slots), told(reference_of(chosen, CONTEXT)), order, TICK * seed, writeback, most)
         drive(both, seed, most=most)
 
@@ -223,12 +218,10 @@ CUTS = [cut((2, 4, 6), (2, 1, 3), 2), cut((4, 0, 8), (3, 0, 2), 4), cut((1, 1, 1
 def test_split_experts(kind: str, native: bool) -> None:
     chosen = options("eviction", kind)
     for seed in range(3):
-        policy = fast_eviction(chosen, CONTEXT, split=True, low_bit=False, native=native)
-        order = core_order(policy)
-        assert isinstance(order, _core.TopsAndBottoms) == (native and kind != "lfu")
-        if isinstance(order, _core.PythonOrder):
-            order.segments = 2 * KEYS
-        both = Both(CUTS[seed], make_eviction(chosen, CONTEXT, split=True), order, TICK * seed, writeback=seed == 1)
+        one = PolicyContext(1, EXPERTS, top_k=2, one_layer=True)
+        tops = [make("eviction", chosen, one) if native else reference_of(chosen, one) for _ in range(LAYERS)]
+        order = SlotClasses(tops, LAYERS, EXPERTS, split=True).handle
+        both = Both(CUTS[seed], reference_of(chosen, CONTEXT, split=True), order, TICK * seed, writeback=seed == 1)
         drive(both, seed, others=CUTS)
 
 
@@ -237,16 +230,15 @@ def test_replicas(kind: str) -> None:
     chosen = options("eviction", kind)
     for seed, counts in enumerate(([2, 1], [4, 3], [6, 9])):
         slots = Slots(LAYERS, EXPERTS, [WHOLE] * KEYS + [16] * KEYS, counts, [0] * KEYS + [1] * KEYS)
-        order = core_order(make_eviction(chosen, CONTEXT, low_bit=True))
-        order.segments = 2 * KEYS
-        both = Both(slots, make_eviction(chosen, CONTEXT, low_bit=True), order, TICK * seed, writeback=seed == 1)
+        order = core_order(make_eviction(chosen, CONTEXT, low_bit=True), 2 * KEYS)
+        both = Both(slots, reference_of(chosen, CONTEXT, low_bit=True), order, TICK * seed, writeback=seed == 1)
         drive(both, seed, low=0.4)
 
 
 def test_no_slot_can_be_had() -> None:
     """What both say where a forward that failed has left its experts pinned."""
     lru = options("eviction", "lru")
-    order = core_order(fast_eviction(lru, CONTEXT, split=False, low_bit=False))
+    order = core_order(make_eviction(lru, CONTEXT), KEYS)
     both = Both(whole(2), Lru(), order)
     both.both("preload", [0, 1])
     both.both("open", 0, [0, 1], [1, 1], 1, [])

@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 import torch
 import traces
-from cache_rigs import begin_layer
+from cache_rigs import begin_layer, end_layer, with_replicas
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
-from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
@@ -31,12 +30,10 @@ from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.engine.rerouting import LowBits, Rerouter
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.hobbit import MixedPrecision
 from tiermoe.actors.policies.registry import PolicyContext, options
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.routing import Rerouted, RerouteView, Rerouting, drop_pairs
-from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
@@ -224,7 +221,7 @@ class Mixed:
         assert part.slot_bytes == LOW
         pool = SlotPool.allocate(SHAPE, 3, torch.float32, torch.device("cpu"))
         self.cache = ExpertCache(
-            pool, self.weights, device, EXPERTS, 3, FULL, TwoPools(Lru(), KEYS, 1),
+            pool, self.weights, device, EXPERTS, 3, FULL, with_replicas(LAYERS, EXPERTS),
             EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(True),
             make_link(device, pool, self.weights, replicas=self.replicas), low_bit=part,
         )  # fmt: skip
@@ -236,15 +233,20 @@ class Mixed:
     def forward(self, layer: int, full: list[int], low: list[int]) -> torch.Tensor:
         """One row through these experts of a layer, as `MoeLayer` runs it: y, one row for each."""
         cache, base, experts = self.cache, layer * EXPERTS, [*full, *low]
-        begin_layer(cache, layer, [base + e for e in experts], low=[base + e for e in low])
+        plan = begin_layer(cache, layer, [base + e for e in experts], low=[base + e for e in low])
         hidden = torch.linspace(-1, 1, HIDDEN)[None]
         y = torch.full((len(experts), HIDDEN), float("nan"))
-        routing = _core.Routing(layer, EXPERTS, np.array([experts]))
-        while (found := cache.next(routing)) is not None:
-            groups, replicas = found
-            self.packed.run(hidden, torch.arange(len(experts)), replicas, routing.top_k, y)
-            self.kernel.run(hidden, torch.arange(len(experts)), groups, routing.top_k, y)
-        cache.close_pass()
+        order, top_k = torch.arange(len(experts)), len(experts)
+
+        def run(segment: int) -> None:
+            at, slot = experts.index(segment % EXPERTS), self.residency.slot(segment)
+            if segment < KEYS:
+                groups = [(at, at + 1, slot * cache.neurons, cache.neurons, False)]
+                self.kernel.run(hidden, order, groups, top_k, y)
+            else:
+                self.packed.run(hidden, order, [(at, at + 1, slot - 3)], top_k, y)
+
+        end_layer(cache, plan, run)
         cache.check_integrity()
         for i, expert in enumerate(experts):
             torch.testing.assert_close(y[i], self.alone(layer, expert, i >= len(full), hidden)[0])
@@ -264,7 +266,7 @@ class Mixed:
         return self.cache.live_stats()
 
     def settle(self) -> None:
-        self.cache.land_all()
+        self.cache.core.wait_all()
         self.cache.check_integrity()
 
 
@@ -329,7 +331,7 @@ def test_guesses_of_either_kind(mixed: Mixed) -> None:
     mixed.settle()
     assert residency.state(KEYS + 7) == State.ABSENT
     cache.prefetch([9, KEYS + 10])
-    cache.drop_stale(1, [])
+    cache.core.drop_stale(1, [])
     mixed.settle()
 
 

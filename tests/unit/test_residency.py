@@ -10,8 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.core import _core
-from tiermoe.actors.engine.cache.native_order import core_order
-from tiermoe.actors.policies.native_order import NativeOrder, whole_order
 from tiermoe.actors.policies.plan import PlanError
 from tiermoe.actors.policies.residency import ResidencyError, State
 
@@ -24,7 +22,7 @@ def core_of(slots: Sequence[int] = (SLOTS,), keys: int = KEYS, most: int = 0) ->
     parts = len(slots)
     class_of = [0] * 2 * keys + [1] * 2 * keys if parts > 1 else []
     layout = _core.Layout(2, keys, parts, class_of, list(slots), [], [BYTES] * (2 * keys * parts), False, most)
-    order = core_order(NativeOrder(whole_order("lru", 2, max(1, keys))))
+    order = _core.WholeOrder("lru", 2, max(1, keys))
     clock = _core.Clock()
     return _core.Core(layout, _core.VirtualLink(clock, lambda nbytes: 1.0, 0.0), order, _core.Governor())
 

@@ -324,7 +324,7 @@ L, E, G = 2, 6, 3
 
 def holding(*keys: int) -> ExpertCache:
     found = virtual_cache(L, E, slots=4)
-    found.preload(keys)
+    found.core.preload(keys)
     return found
 
 
@@ -342,7 +342,7 @@ def test_an_encoded_residency_is_decoded(resting: bool) -> None:
     assert np.flatnonzero(held.here).tolist() == [1, 7, 11]
     assert (held.vacant, held.resting) == (True, resting)
     cache.prefetch([2])  # on its way
-    cache.leave([7], 1)
+    cache.core.leave([7], 1)
     cache.prefetch([3])
     held = ShardResidency.decode(ShardResidency.encode(cache.residency, resting), L * E)
     assert np.flatnonzero(held.here).tolist() == [1, 2, 3, 11]

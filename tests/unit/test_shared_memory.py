@@ -30,7 +30,7 @@ from tiermoe.actors.engine.serving import steps
 from tiermoe.actors.engine.serving.shared_memory import SectorPool, SharedMemory
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.residency import ResidencyError, State
-from tiermoe.actors.policies.worth import WorthEviction, WorthOrder
+from tiermoe.actors.policies.worth import WorthOrder
 from tiermoe.actors.settings import KvSettings, LinkSettings, shared_bytes
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import ExpertShape
@@ -330,7 +330,7 @@ def test_experts_leave_in_order_of_eviction_and_the_others_move(cached: Fixture)
 
 def test_an_order_by_layers_gives_up_slots_of_all_layers() -> None:
     """Guards one call for all victims: whole layers left, and the others kept more than their share."""
-    made = Fixture(LAYERS, GatedDevice(), most=KEYS, eviction=WorthEviction(LAYERS, EXPERTS))
+    made = Fixture(LAYERS, GatedDevice(), most=KEYS, eviction=WorthOrder(LAYERS, EXPERTS))
     assert isinstance(made.cache.eviction, WorthOrder)
     made.cache.eviction.bind(KEYS, np.zeros((LAYERS, EXPERTS)))
     made.cache.resize(KEYS)

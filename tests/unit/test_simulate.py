@@ -17,11 +17,11 @@ import traces
 from commands import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from orders_reference import Lru
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.core import _core
 from tiermoe.actors.policies.cost import Link
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.prefetch import LayerwisePrefetch, NextGatePrefetch, PopularityPrefetch
 from tiermoe.actors.policies.residency import State
@@ -52,7 +52,7 @@ class Linked:
         self.clock, keys = _core.Clock(), 4 * layers
         self.link = _core.VirtualLink(self.clock, lambda nbytes: nbytes / 1000, 0.0)
         layout = _core.Layout(layers, 4, 1, [], [keys], [], [1000] * keys, False)
-        self.core = _core.Core(layout, self.link, _core.PythonOrder(Lru()), _core.Governor())
+        self.core = _core.Core(layout, self.link, _core.PythonOrder(Lru(), keys), _core.Governor())
         self.seen = _core.Watched()
         self.core.watch(self.seen)
 
@@ -120,7 +120,7 @@ def test_queued_copies_can_be_cancelled_and_promoted() -> None:
 def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
     """TTFT is the prompt's forward, TPOT a forward of one row; a second request does not wait for the first."""
     engine = SimulatedEngine(trace.header, machine(), Budget(share=1.0), Policies(Lru()), check=True)
-    engine.cache.preload(range(18))
+    engine.cache.core.preload(range(18))
     request = list(trace.requests())[1]  # one prompt token, then three
     served = serve(engine, [request])
     one = 1e-3 + 3 * (1e-4 + 2 * 2e-4)
@@ -133,7 +133,7 @@ def test_resident_experts_give_the_machine_s_times(trace: Trace) -> None:
 
 def test_prefill_rows_cost_what_the_machine_says(trace: Trace) -> None:
     engine = SimulatedEngine(trace.header, machine(), Budget(share=1.0), Policies(Lru()))
-    engine.cache.preload(range(18))
+    engine.cache.core.preload(range(18))
     (step, *_) = next(trace.requests()).iterations
     engine.forward([("a", step)])
     expected = 1e-3

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import traces
+from orders_reference import Lru
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.policies.cost import NdpProfile, Work, expert_cost, load_s
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.replay import Replay

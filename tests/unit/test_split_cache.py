@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import traces
-from cache_rigs import KnownLoader, place_of, run_layer
+from cache_rigs import KnownLoader, place_of, run_layer, tops_and_bottoms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
@@ -25,11 +25,9 @@ from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, PendingSegment, SharedPending, SlotPool
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
 from tiermoe.actors.policies.prefetch import NextGatePrefetch
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policies.slot_classes import split_eviction
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine
@@ -54,7 +52,7 @@ class Split:
         self.loader = KnownLoader(device)
         self.cache = ExpertCache(
             SlotPool.allocate(SHAPE, 4, torch.float32, torch.device("cpu")), self.weights, device, EXPERTS, 4,
-            SHAPE.nbytes(4), split_eviction(Lru, LAYERS, EXPERTS),
+            SHAPE.nbytes(4), tops_and_bottoms(LAYERS, EXPERTS),
             EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), self.loader, split=cut,
         )  # fmt: skip
         self.residency = self.cache.residency
@@ -186,7 +184,7 @@ def test_a_cache_fetches_a_promised_expert_once() -> None:
 def simulated(trace: Trace, cut: SplitLayout, prefetch: bool, gbps: float | None) -> SimulatedEngine:
     header = trace.header
     gate = NextGatePrefetch(header.layers, header.experts, header.top_k) if prefetch else None
-    policies = Policies(split_eviction(Lru, header.layers, header.experts), gate, split=cut)
+    policies = Policies(tops_and_bottoms(header.layers, header.experts), gate, split=cut)
     machine = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps)
     return SimulatedEngine(header, machine, Budget(share=1.0), policies, check=True)
 
@@ -247,7 +245,7 @@ def disturb(engine: ExpertEngine, draw: st.DrawFn, call: Call) -> None:
     cache.poll()
     for segment in sorted(residency.held()):
         if chance.random() < 0.25 and residency.state(segment) != State.ABSENT:
-            cache.leave([segment], call.layer)
+            cache.core.leave([segment], call.layer)
     cache.check_integrity()
     cache.prefetch(call.prefetches)
     cache.check_integrity()

@@ -111,7 +111,7 @@ class TestAgainstCaches:
     def test_lcp_ranks_as_the_policy_does(self) -> None:
         """The ranks are those of the eviction policy fed with the same tokens."""
         ids, _ = draw(3, 40, scored=False)
-        policy, ranks = Lcp(one_layer=True), []
+        policy, ranks = Lcp(1, E), []
         for picked in ids.tolist():
             order = policy.ranked(list(range(E)))
             ranks += [order.index(e) for e in picked]

@@ -11,15 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from cache_rigs import CARRIED, EXPERTS, KEYS, LAYERS, NEURONS, RATE, Rig, begin_layer, end_layer, run_layer
+from cache_rigs import (
+    CARRIED,
+    EXPERTS,
+    KEYS,
+    LAYERS,
+    NEURONS,
+    RATE,
+    Rig,
+    begin_layer,
+    end_layer,
+    run_layer,
+    with_replicas,
+)
 
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
 from tiermoe.actors.engine.stats import LayerStats
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policies.slot_classes import TwoPools
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.pack import PackedShape
 
@@ -123,7 +133,7 @@ def test_demand_goes_before_what_waits() -> None:
     assert not rig.link.waiting
     assert rig.residency.state(5) == State.ABSENT
     assert rig.residency.state(4) == State.LOADING  # enqueued: it arrives
-    rig.cache.abandon()
+    rig.cache.core.abandon()
     rig.finish()
 
 
@@ -162,7 +172,7 @@ def test_two_streams_share_one_link() -> None:
 def test_preload_and_flush_wait_for_the_bytes() -> None:
     rig = Rig(3)
     rig.gpu.idle = True
-    rig.cache.preload([0, 1, 2])
+    rig.cache.core.preload([0, 1, 2])
     assert rig.stats.bytes_preloaded == 3 * CARRIED
     assert rig.link.pending == 0
     rig.cache.settle_times()
@@ -182,7 +192,7 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_forward_alone(monkeypatch: pyt
         with pytest.raises(RuntimeFailure, match="MoE layer 0 failed: no such memory"):
             rig.forward(0, [1])
         assert rig.residency.pins == 0
-        rig.cache.abandon()
+        rig.cache.core.abandon()
     rig.cache.poll()
     assert rig.stats.layers[1].failed_prefetches == 1
     rig.forward(0, [1])
@@ -206,7 +216,7 @@ def test_where_the_driver_refuses_no_expert_without_its_weights_is_resident(
         patch.setattr(rig.gpu, call, _refuse)
         with pytest.raises(RuntimeFailure, match="no such memory"):
             rig.forward(0, [1, 2])
-        rig.cache.abandon()
+        rig.cache.core.abandon()
     rig.cache.poll()
     assert not rig.resident()
     rig.forward(0, [1, 2])  # reads their bytes
@@ -235,17 +245,17 @@ def disturb(rig: Rig, chance: random.Random, cuts: Sequence[SplitLayout] = ()) -
     if what == 0:
         for key in sorted(rig.residency.held()):
             if chance.random() < 0.4 and rig.residency.state(key) != State.ABSENT:
-                cache.leave([key], 0)
+                cache.core.leave([key], 0)
     elif what == 1:
         cache.prefetch(chance.sample(range(KEYS), 3))
     elif what == 2 and not cuts:
-        cache.migrate(chance.sample(range(KEYS), 3), keep_others=chance.random() < 0.5)
+        cache.core.migrate(chance.sample(range(KEYS), 3), chance.random() < 0.5)
     elif what == 3 and not cuts:
-        cache.vacate(chance.randrange(3), 1)
+        cache.core.vacate(chance.randrange(3), 1)
     elif what == 4:
         rig.gpu.compute = rig.gpu.stream(name="another compute")
     elif what == 5:
-        cache.finish_prefetch(chance.sample(range(KEYS), 2), 0)
+        cache.core.finish_prefetch(chance.sample(range(KEYS), 2), 0)
     elif what == 6 and chance.random() < 0.3:
         cache.flush()
     elif what == 7 and cuts:
@@ -337,7 +347,7 @@ class MixedRig(Rig):
         self.small = ReplicaPool(PackedShape(32, 32, 4, 32), tuple(torch.zeros(2, *dims, dtype=d) for d, dims in kinds))
         super().__init__(
             3, seed, ahead=(1 / 3, 1)[seed % 2], pinned=pinned, low_bit=LowBitPart(self.small, self.replicas, 2, 38),
-            eviction=TwoPools(Lru(), KEYS, 1),
+            eviction=with_replicas(LAYERS, EXPERTS),
         )  # fmt: skip
 
     def mix(self, layer: int, experts: Sequence[int], low: Sequence[int], guesses: Sequence[int]) -> None:

@@ -14,10 +14,10 @@ import serving
 import tiny_models
 import torch
 import traces
+from orders_reference import Lru
 from safetensors.numpy import load, save
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.jobs.record.record_trace import record_with

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import traces
 from commands import Command
+from orders_reference import Lru
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.policies.eviction import Lru
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import hit_rates, policies, result, serve
 from tiermoe.cluster.simulate.machine import Machine

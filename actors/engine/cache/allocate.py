@@ -12,6 +12,7 @@ from ....errors import BudgetError, ConfigError, size
 from ...core import _core
 from ...policies.cost import Link, load_s
 from ...policies.registry import PolicyContext
+from ...policies.slot_classes import make_eviction
 from ...settings import EngineSettings
 from ...slot_budget import SlotSizes, divide
 from ...store.format import ExpertShape, Published
@@ -23,7 +24,6 @@ from .links import Carrier, Linking
 from .loader import Loader
 from .low_bits import ReplicaWeights, make_part
 from .make_link import make_link
-from .native_order import fast_eviction
 from .slots import ExpertSource, SlotMemory, SlotPool
 
 
@@ -84,7 +84,7 @@ def make_cache(
     else:  # a stepped link, on its own clock
         seconds = partial(load_s, link=Link(settings.link.gbps, settings.link.latency_us))
         copies = _core.CarryingLink(clock, seconds, 0.0, carrier)
-    eviction = fast_eviction(
+    eviction = make_eviction(
         policy.eviction, PolicyContext(layers, shape.num_experts, top_k), split=bought.split is not None,
         low_bit=bought.replica_slots > 0,
     )  # fmt: skip

@@ -3,8 +3,9 @@
 An expert is one segment or, with a split (`policies.moepic.split`), two, which are loaded, pinned, run and evicted one
 by one. Plans and loads name segments; an unsplit expert's segment has the expert's key.
 
-All methods run on the forward's thread unless they say otherwise. An arrived copy becomes resident in `poll` or `next`;
-on a GPU, once the compute's stream waits for the copy.
+A layer's pass, migration and pre-eviction go to the `core` itself. All methods run on the forward's thread unless they
+say otherwise. An arrived copy becomes resident in `poll` or `core.next`; on a GPU, once the compute's stream waits for
+the copy.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core import _core
-from ...policies.eviction import EvictionPolicy
+from ...policies.eviction import EvictionPolicy, core_order
 from ...policies.moepic.split import SplitLayout
-from ...policies.plan import LayerPlan, Load
 from ...policies.residency import ResidencyError, State
 from ..stats import EngineStats, LayerResidency, LayerStats, Timeline
 from .links import CAUSES, Linking, QueueLink
 from .loader import Loader
-from .native_order import core_order
 from .residency import Residency
 from .slots import LowBitPart, SlotMap
 
@@ -46,7 +45,7 @@ class ExpertCache:
         pool: the slot tensors, allocated once; `pool.bytes` is the whole expert memory, with `memory` at its most.
         weights: the sources of each MoE layer's experts. experts: of a layer.
         slots, slot_bytes: for whole experts.
-        eviction: with a split, one with an order for each slot class (`split_eviction`).
+        eviction: with a split or replicas, one for all slot classes (`slot_classes.SlotClasses`).
         stats: counters, one `LayerStats` per MoE layer; the core's come by `live_stats` and `layer_stats`.
         link: makes the copies; None: a thread. clock: seconds, on the scale of the link's times.
         min_useful: share of prefetches below which the governor pauses them (`core::Governor`).
@@ -84,10 +83,8 @@ class ExpertCache:
         if split is not None:
             self.where.divide(split)
         layout = self.where.layout(slots if memory is None else memory.most)
-        self._eviction, order = eviction, core_order(eviction)
-        self._order = order if isinstance(order, _core.PythonOrder) else None
-        if self._order is not None:
-            self._order.segments = (2 if self.where.class_of else 1) * self.where.keys
+        self._eviction = eviction
+        self._order = core_order(eviction, (2 if self.where.class_of else 1) * self.where.keys)
         self._linking: Linking | None = None
         if link is None or isinstance(link, Loader):
             link = _core.PythonLink(QueueLink(link or Loader(device), self.where, device, clock))
@@ -95,10 +92,9 @@ class ExpertCache:
             self._linking, link = link, link.link(self.where, clock)
         self.link: _core.Link = link
         self._place()
-        self.core = _core.Core(layout, link, order, _core.Governor(min_useful), writeback)
+        self.core = _core.Core(layout, link, self._order, _core.Governor(min_useful), writeback)
         self.governor, self.uses = self.core.governor, self.core.uses
         self.residency = Residency(self.core, slot_bytes, self.where)
-        self.decode_only = False  # whether the present forward is known to hold no row of any prompt
         self.native_steps = False
         self._sources: dict[str, int] = {}  # of prefetches: number in the core
         self._seen: _core.Watched | None = None
@@ -122,10 +118,6 @@ class ExpertCache:
         sums = self.core.summed
         return sums.bytes_loaded_demand + sums.bytes_loaded_prefetch + sums.bytes_loaded_migration
 
-    def begin_forward(self, decode: bool) -> None:
-        """A forward begins. decode: it is known to hold no row of any prompt."""
-        self.decode_only = self.core.decode_only = decode
-
     # -- experts and their segments ----------------------------------------------------------------------
 
     @property
@@ -136,8 +128,7 @@ class ExpertCache:
 
     def tell_order(self) -> None:
         """An order of eviction in Python hears of what has happened, which else comes before it is asked."""
-        if self._order is not None:
-            self._order.tell()
+        self._order.tell()
 
     @property
     def split(self) -> SplitLayout | None:
@@ -171,7 +162,7 @@ class ExpertCache:
         self.core.divide(self.where.layout(0), list(fill))
         self.residency.laid_out(self.where)
 
-    # -- what the forward does, in the order of a layer ------------------------------------------------
+    # -- copies ------------------------------------------------------------------------------------------
 
     def poll(self, layer: int = -1) -> None:
         """Make every arrived copy resident; a failed one frees its slot. layer: whose pass begins; -1: none does."""
@@ -181,64 +172,6 @@ class ExpertCache:
     def settle_times(self) -> None:
         """Count the times of GPU copies that have ended by now."""
         self.core.settle_times()
-        self.draw()
-
-    def drop_stale(self, layer: int, needed: Sequence[int]) -> None:
-        """The routing of `layer` is known: cancel its queued prefetches that are not needed."""
-        self.core.drop_stale(layer, list(needed))
-
-    def open(self, routing: _core.Routing, low: AbstractSet[int] = frozenset()) -> Sequence[int]:
-        """The routing of a layer is known, as it runs: the segments that it needs.
-
-        Queued prefetches of the layer that it does not need are cancelled, and the order of eviction is told.
-
-        Args:
-            low: keys of its experts that run on their replicas.
-        """
-        return routing.open(self.core, list(low))
-
-    def plan(self, here: Sequence[int], keep: AbstractSet[int] = frozenset()) -> LayerPlan:
-        """Plan the segments that run on this device.
-
-        Residents run first while loads are under way. Loads take free slots, then those of the victims that this layer
-        does not need, then, one by one, those of segments that have just run; what other layers prefetch leaves later,
-        and what is to `keep` last.
-
-        Raises:
-            PlanError: no slot can be freed for a missing segment.
-        """
-        needed = list(here)
-        kept = list(keep) if keep and not self.residency.states[needed].all() else []  # asked about where one is absent
-        run, resident, arriving, loads = self.core.plan(needed, kept)
-        found = [Load(key, None if victim < 0 else victim, after) for key, victim, after in loads]
-        return LayerPlan(tuple(run), resident, arriving, tuple(found))
-
-    def begin(self) -> None:
-        """Count hits and misses of the plan, pin what is there, and make late prefetches demand."""
-        self.core.begin()
-
-    def load(self) -> None:
-        """Victims leave, and the demand loads that wait for no slot of the layer's own are queued."""
-        self.core.load()
-
-    def next(
-        self, routing: _core.Routing
-    ) -> tuple[list[tuple[int, int, int, int, bool]], list[tuple[int, int, int]]] | None:
-        """The next stretch of the plan's `run` that is in its slots, as `ExpertKernel` and `PackedKernel` take groups:
-        experts, and replicas by their slot; None: all are given. routing: of `open`.
-
-        Residents together, then arrivals as they land. All compute on what was given before is issued: where loads
-        wait for slots of the layer's own, they follow.
-
-        Raises:
-            RuntimeFailure: a copy failed (a failed prefetch is first loaded again) or the cache was closed.
-            StoreError: no node has the expert now.
-        """
-        return routing.next(self.core, self.neurons)
-
-    def close_pass(self, peer_blocked_s: float = 0.0, peer_link_s: float = 0.0) -> None:
-        """The pass is over: count its waits and its share of the link, of the device with the most."""
-        self.core.close(peer_blocked_s, peer_link_s)
         self.draw()
 
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int] = frozenset(), source: str = "command") -> int:
@@ -254,32 +187,7 @@ class ExpertCache:
         """The number in the core that stands for a source of prefetches."""
         return self._sources.setdefault(source, len(self._sources) + 1)
 
-    def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
-        """Wait, at the cost of `layer`, for the copies of these experts that are under way: synchronous prefetch."""
-        self.core.finish_prefetch(list(keys), layer)
-
-    def vacate(self, slots: int, layer: int) -> None:
-        """Before `layer` runs: evict unpinned experts until `slots` are free; for a cache of whole experts."""
-        self.core.vacate(slots, layer)
-
-    def leave(self, victims: Sequence[int], layer: int) -> None:
-        """`vacate` of these evictable experts."""
-        self.core.leave(list(victims), layer)
-
     # -- around forwards ---------------------------------------------------------------------------------
-
-    def migrate(self, keys: Sequence[int], *, keep_others: bool) -> None:
-        """Make these experts the cache's content; absent ones are loaded in this order.
-
-        Args:
-            keys: most urgent first; as many are loaded as there are slots.
-            keep_others: evict other residents only where room is needed, for a prefill that uses them.
-        """
-        self.core.migrate(list(keys), keep_others)
-
-    def preload(self, keys: Sequence[int]) -> None:
-        """Load experts into free slots and wait; counted in `bytes_preloaded` and in no layer."""
-        self.core.preload(list(keys))
 
     def resize(self, slots: int) -> None:
         """Give the last slots' memory back, or take it again, between forwards; `memory` says how many there may be.
@@ -310,19 +218,11 @@ class ExpertCache:
         self.stats.slots = slots
         self.stats.expert_bytes_peak = max(self.stats.expert_bytes_peak, slots * self.residency.slot_bytes)
 
-    def land_all(self) -> None:
-        """Wait on the host for every copy under way; counted in no layer."""
-        self.core.wait_all()
-        self.settle_times()
-
     def flush(self) -> None:
         """Wait for every copy under way, then empty all slots."""
-        self.land_all()
+        self.core.wait_all()
+        self.settle_times()
         self.core.flush()
-
-    def abandon(self) -> None:
-        """The forward under way failed: unpin its experts. Its loads still arrive."""
-        self.core.abandon()
 
     def check_integrity(self) -> None:
         """Raise ResidencyError unless the core's invariants hold and the order of eviction knows what is held."""
@@ -337,10 +237,6 @@ class ExpertCache:
         self.link.close()
 
     # -- counters ----------------------------------------------------------------------------------------
-
-    def counts(self, layer: int) -> _core.LayerCounts:
-        """What the core has counted of a layer; a copy."""
-        return self.core.counts(layer)
 
     def layer_stats(self, layer: int) -> LayerStats:
         """A layer's counters so far; the record is live. From any thread, between forwards."""
@@ -366,10 +262,6 @@ class ExpertCache:
         """Zero the counters; residency stays."""
         self.stats.reset()
         self.core.reset_counts()
-
-    @property
-    def loads_in_flight(self) -> int:
-        return self.link.pending
 
     def draw(self) -> None:
         """Show on the timeline what has landed, and waits."""

@@ -403,13 +403,13 @@ def _timed_pass(
 
 def _missed(layer: MoeLayer) -> int:
     """Experts so far."""
-    counts = layer.cache.counts(layer.index)
+    counts = layer.cache.core.counts(layer.index)
     return counts.misses + counts.low_bit_misses
 
 
 def _waited_s(layer: MoeLayer) -> float:
     """Seconds of waits for copies so far."""
-    return layer.cache.counts(layer.index).blocked_io_s
+    return layer.cache.core.counts(layer.index).blocked_io_s
 
 
 def _timed_joined(clock: _Clock, joined: Joined, passes: list[HostPass], misses: bool) -> Callable[..., int]:

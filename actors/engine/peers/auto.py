@@ -24,7 +24,7 @@ from ...policies.hybrid import HybridRule, HybriMoe
 from ...policies.registry import PolicyContext
 from ...policies.registry import make as make_policy
 from ...policies.routing import SequenceRows, take_ended
-from ..cache.native_order import NativeWorth
+from ...policies.worth import WorthOrder
 from ..host_view import LayerView
 from ..stats import PlannerStats
 from .placement import PeerPlacer
@@ -209,7 +209,7 @@ class AutoPlacer(PeerPlacer):
 
     def __init__(
         self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool | None,
-        order: NativeWorth | None, probe: Callable[[], Costs], make: MakePlanner, score: Score | None = None,
+        order: WorthOrder | None, probe: Callable[[], Costs], make: MakePlanner, score: Score | None = None,
         reader: ScoreReader | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cache, experts, shards)
@@ -222,7 +222,7 @@ class AutoPlacer(PeerPlacer):
         )
         self._prompts = _Prompts(self._states.shape)
         # the order, which notes what local forwards use; None: there are none
-        self._notes = order if shards is None else None
+        self._notes = order if isinstance(order, WorthOrder) and shards is None else None
         self.faster = Faster()
         self._began: _Began | None = None  # the last forward, which might have gone the other way
         self._forwards, self._decoded = [0, 0], 1  # forwards planned and local; rows of the last decode
@@ -363,7 +363,7 @@ def make_auto(
 
     probe: the start costs, on an empty cache. score: for `PlacementOptions.scored`.
     """
-    order = cache.eviction if isinstance(cache.eviction, NativeWorth) else None
+    order = cache.eviction if isinstance(cache.eviction, WorthOrder) else None
     layers = len(cache.stats.layers)
     rule: HybridRule | None = make_policy("placement", options, PolicyContext(layers, experts, top_k))
 

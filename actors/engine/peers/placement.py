@@ -123,7 +123,7 @@ class HotPlacer(PeerPlacer):
         mine, placed = self._set_hot(keys), None
         if self._shards is not None:
             placed = self._shards.place(keys, keep_others=keep_others)
-        self._cache.migrate(mine, keep_others=keep_others)
+        self._cache.core.migrate(mine, keep_others)
         if placed is not None:
             placed()
         self._displaced = False
@@ -174,7 +174,7 @@ class StaticPlacer(HotPlacer):
     def preload(self) -> None:
         mine = self._set_hot(self._hot)
         loaded = None if self._shards is None else self._shards.preload(self._hot)
-        self._cache.preload(mine)
+        self._cache.core.preload(mine)
         if loaded is not None:
             loaded()
 

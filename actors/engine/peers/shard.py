@@ -89,7 +89,7 @@ class ShardEngine:
                 for i, block in enumerate(blocks)
             ]  # fmt: skip
             if settings.policy.preload == "all":
-                self.cache.preload(mine)
+                self.cache.core.preload(mine)
         except BaseException:
             self.close()
             raise
@@ -108,20 +108,16 @@ class ShardEngine:
             if self._failure is not None:
                 raise self._failure
             self.cache.device.enter()  # the channel's threads come and go
-            self.cache.begin_forward(batch.decode)
+            self.cache.core.decode_only = batch.decode
             start_s = time.perf_counter()
-            before = self.cache.counts(batch.layer)
+            before = self.cache.core.counts(batch.layer)
             self._pass_to(batch.layer)
-            try:
-                partial = self.activations.deliver(self._layers[batch.layer].forward(batch))
-                self.cache.settle_times()  # by now all has ended
-            except BaseException:
-                self.cache.abandon()
-                raise
+            partial = self.activations.deliver(self._layers[batch.layer].forward(batch))
+            self.cache.settle_times()  # by now all has ended
             self.batches += 1
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
-            counts = self.cache.counts(batch.layer)
+            counts = self.cache.core.counts(batch.layer)
             blocked_s, link_s = counts.blocked_io_s - before.blocked_io_s, counts.link_s - before.link_s
             resident = None
             if self._reports_residency:
@@ -168,9 +164,9 @@ class ShardEngine:
             cache.poll()
             if command.preload:
                 cache.flush()  # experts of an earlier lead
-                cache.preload(keys)
+                cache.core.preload(keys)
             else:
-                cache.migrate(keys, keep_others=command.keep_others)
+                cache.core.migrate(keys, command.keep_others)
 
     def greet(self) -> None:
         """A new lead begins: its iterations are counted anew."""
@@ -193,7 +189,7 @@ class ShardEngine:
         if layer <= self._layer:  # layers rise within a forward, so a new one has begun
             self._iteration, self._layer = self._iteration + 1, -1
         for passed in range(self._layer + 1, layer):
-            self.cache.drop_stale(passed, ())
+            self.cache.core.drop_stale(passed, [])
         self._layer = layer
 
     def _refuse_foreign(self, batch: ExpertBatch) -> None:

@@ -56,7 +56,7 @@ def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> fl
     start_s = time.perf_counter()
     cache.prefetch(range(count), source="probe")
     meanwhile()
-    cache.land_all()
+    cache.core.wait_all()
     taken_s = time.perf_counter() - start_s
     cache.flush()
     return taken_s

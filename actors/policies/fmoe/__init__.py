@@ -20,8 +20,7 @@ from pydantic import Field, model_validator
 
 from ....kernels.importance import expect_map
 from ...core import _core
-from ..eviction import CacheOrder, EvictionPolicy, Lfu, LfuDecay, decay_growth
-from ..native_order import NativeOrder, whole_order
+from ..eviction import CacheOrder, EvictionPolicy, Lfu, LfuDecay, NativeOrder, decay_growth
 from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys, predicted_experts
 from ..registry import PolicyContext, register
 from .maps import WIDTH, ExpertMapStore, Sketch
@@ -69,7 +68,7 @@ class ExpertMapEviction(NativeOrder):
         self._experts, self._told = experts, False
         self.probabilities, self.told = np.ones(layers * experts), np.zeros(layers, np.int64)
         super().__init__(
-            whole_order(
+            _core.WholeOrder(
                 "expert-map", layers, experts, growth=decay_growth(half_life), probabilities=self.probabilities,
                 told=self.told,
             )
