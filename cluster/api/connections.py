@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -28,6 +29,7 @@ FRAMING_BYTES = 64 * 1024  # of headers, of a chunk's size, of trailers
 _PIECE_BYTES = 16 * 1024  # h11 bounds what is incomplete after each
 _CHUNKS, _CHUNK_BYTES = 8192, 64  # of a body; beyond that number they must have so many bytes on average
 _LINGER_S = 5.0
+_WHOLE_URL = re.compile(rb"(?i:https?)://(?P<host>[^/?#@]+)(?P<path>[/?].*|)")
 _VERSIONS = frozenset({b"1.0", b"1.1"})
 
 
@@ -43,6 +45,7 @@ class _Parser(h11.Connection):
         if isinstance(event, h11.Request):
             self._chunks = self._bytes = 0
             self._check_head(event)
+            event = _in_origin_form(event)
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
@@ -59,6 +62,19 @@ class _Parser(h11.Connection):
             raise h11.RemoteProtocolError(f"HTTP/{request.http_version.decode()} is not spoken here; send HTTP/1.1")
         if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
             raise h11.RemoteProtocolError("'Transfer-Encoding' with 'Content-Length', or in HTTP/1.0; send one of both")
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """A request whose target is a whole URL, as proxies get it; the URL's host counts (RFC 9112, 3.2.2)."""
+    found = _WHOLE_URL.fullmatch(request.target)
+    if found is None:
+        return request
+    headers = [(name, value) for name, value in request.headers.raw_items() if name.lower() != b"host"]
+    target = found["path"] if found["path"].startswith(b"/") else b"/" + found["path"]
+    return h11.Request(
+        method=request.method, headers=[(b"Host", found["host"]), *headers], target=target,
+        http_version=request.http_version,
+    )  # fmt: skip
 
 
 class _Lingering:

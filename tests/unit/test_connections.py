@@ -370,6 +370,18 @@ def test_the_head_behind_an_offer_has_its_bounds() -> None:
     assert [parsed(answer)[0] for answer in (trailers, headers)] == [431, 431]
 
 
+def test_a_target_may_be_a_whole_url() -> None:
+    """Its host counts, whatever `Host` says: a check of one would be led past by the other."""
+    named, bare = (
+        get(url, "X-A: c", "Connection: close") for url in ("HTTP://b:80/headers?x=1", "https://b")
+    )  # fmt: skip
+    seen, root = talk(asks(named), asks(bare))
+    assert b"(b'host', b'b:80')" in seen
+    assert b"(b'host', b'a')" not in seen
+    assert b"(b'x-a', b'c')" in seen
+    assert b"fine" in root
+
+
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
