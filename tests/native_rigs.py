@@ -21,7 +21,9 @@ from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.executors import executor_of
 from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.host_view import Asked, HostViews
-from tiermoe.actors.engine.layer import MoeLayer, Placer, Shared
+from tiermoe.actors.engine.layer import MoeLayer
+from tiermoe.actors.engine.passes import Shared
+from tiermoe.actors.engine.placer import Placer
 from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter

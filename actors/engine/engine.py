@@ -33,7 +33,7 @@ from .dispatch import DeviceBackend
 from .executors import executor_of
 from .hooks import Hooks, RerouteHook
 from .host_view import Asker, HostViews, share
-from .layer import MoeLayer, Placer, Shared
+from .layer import MoeLayer
 from .make_device import activations_of, fetch_from
 from .make_policies import (
     gate_probes,
@@ -47,12 +47,14 @@ from .make_policies import (
 from .model.form_kernels import kernels_of
 from .model.kernels import SteppedKernel, expert_seconds
 from .model.model import MoeBlock, attach, detach
+from .passes import Shared
 from .peers.auto import AutoPlacer, make_auto
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
 from .peers.remote import NdpPool, RemoteExperts
 from .peers.shards import Shards, owners
 from .peers.start_costs import PROBED, probe_costs
+from .placer import Placer
 from .pre_evicting import PreEvicting, last_rows
 from .prefetching import RouterPrefetching
 from .rerouting import LowBits, Rerouter, report_link_speed

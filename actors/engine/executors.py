@@ -24,7 +24,8 @@ from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, Launches
 from ...kernels.router import MOST_GPU_ROWS, LinearRouter
 from ..core import _core
 from .host_view import operands_of
-from .layer import Executor, MoeLayer, Placer, PythonExecutor, weakly
+from .layer import Executor, MoeLayer, PythonExecutor, weakly
+from .placer import Placer
 
 if TYPE_CHECKING:
     from .dispatch import DeviceBackend

@@ -11,23 +11,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from weakref import ref
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core import _core
-from ..policies.plan import Part, Where, by_peer
+from ..policies.plan import Part, by_peer
 from .cache.cache import ExpertCache
 from .hooks import NO_KEYS, Hooks
+from .passes import Shared
+from .placer import Placer
 from .stats import LayerStats
 
 if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel
-    from ..policies.routing import SequenceRows
     from .dispatch import DeviceBackend
     from .peers.remote import RemoteCall
 
@@ -270,68 +271,6 @@ def weakly(step: MoeLayer) -> Callable[[], Pass]:
     return begin
 
 
-class Shared:
-    """What the layers of one cache share.
-
-    Args:
-        last: the last layer; -1: nobody asks for a forward's end.
-
-    Attributes:
-        passes: of the core. planned: whether the placement plans the present forward.
-        inputs, out: of the present pass, or of several that run together.
-        on_passed: called with each pass, once a forward and before what else the watchers see; None: nobody is.
-        at_end: called when a forward's last layer has run.
-    """
-
-    def __init__(self, last: int = -1) -> None:
-        self.last, self.passes, self.planned = last, _core.CpuLayers(), _core.Planned()
-        self.inputs: Sequence[Any] = ()
-        self.out: Any = None
-        self.on_passed: OnPassed | None = None
-        self.at_end: list[Callable[[], object]] = []
-
-    def begin(self, inputs: Sequence[Any], placer: Placer) -> None:
-        """A pass of these inputs begins, or several."""
-        self.inputs, self.planned.now = inputs, not placer.local
-
-    def report(self) -> None:
-        """Give the passes so far to the watcher."""
-        if self.on_passed is not None:
-            report_passes(self.passes, self.on_passed)
-
-    def end_forward(self) -> None:
-        """The model's last layer has run."""
-        self.report()
-        for end in self.at_end:
-            end()
-
-
-class Passed(NamedTuple):
-    """Passes of n layers, one behind the other, that native code has run.
-
-    layer: the first. tokens: of each. counts: rows of each expert [n, E]. scores: predicted for the next layer's
-    experts, the highest of any row [n, E], NaN where there are none; None: there are none at all. began_s, ended_s: of
-    the link's clock [n]; waited_s: for copies, in between [n].
-    """
-
-    layer: int
-    tokens: int
-    counts: NDArray[np.int64]
-    scores: NDArray[np.float64] | None
-    began_s: list[float]
-    ended_s: list[float]
-    waited_s: list[float]
-
-
-OnPassed = Callable[[Passed], object]
-
-
-def report_passes(passes: _core.CpuLayers | _core.VirtualRun, on_passed: OnPassed) -> None:
-    """Give each pass that native code has run since the last call."""
-    for found in passes.take():
-        on_passed(Passed._make(found))
-
-
 # as `ExpertKernel` and `PackedKernel` take them
 Groups: TypeAlias = "list[tuple[int, int, int, int, bool]]"
 Replicas: TypeAlias = "list[tuple[int, int, int]]"
@@ -363,55 +302,3 @@ class Backend(Protocol):
     def combine(self, of: Pass) -> Any:
         """The layer's output, with the sums of peers."""
         ...
-
-
-class Placer:
-    """Decides where a layer's experts run; this class: all on this device.
-
-    Attributes:
-        may_be_local: `local` may be true at times.
-        local: every expert of the present forward runs here and is loaded on a miss, so `where` need not be asked.
-        keep: residents that are evicted last.
-        hot_per_layer: experts of each layer in the hot set; None: no fixed number.
-        native: decides in place of `where`; None: `where` does.
-    """
-
-    may_be_local = local = True
-    hot_per_layer: int | None = None
-    keep: frozenset[int] = NO_KEYS
-    native: _core.Placement | None = None
-
-    def __init__(self, cache: ExpertCache) -> None:
-        self._cache = cache
-
-    def preload(self) -> None:
-        """Load experts before the first request. Raises RuntimeFailure: a copy or a shard failed."""
-        return None
-
-    def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
-        """The next forward carries these rows."""
-        return None
-
-    def end_sequence(self, name: str) -> None:
-        """A sequence is over; from any thread."""
-        return None
-
-    def scored_at(self, layer: int) -> Sequence[int]:
-        """The layers whose routers' scores on this layer's input it reads."""
-        return ()
-
-    def show(self, layer: int, view: Any) -> None:
-        """A layer's routing is known, and `native` decides next: read the routers' scores."""
-        return None
-
-    def resized(self) -> None:
-        """The cache has another number of slots."""
-        return None
-
-    def displaced(self) -> None:
-        """Experts of a lost peer were loaded here and may have displaced others."""
-        return None
-
-    def where(self, layer: int, needed: Sequence[int], routing: _core.Routing, view: Any) -> Where:
-        """Who runs a layer's experts. needed: segments of `routing.experts`. view: has the ids and weights that run."""
-        return Where(needed, self.keep)

@@ -21,10 +21,10 @@ from ..policy_settings import PolicySettings
 from ..store.artifacts import PolicyArtifacts
 from .cache.cache import ExpertCache
 from .host_view import Asked, Asker, LayerView
-from .layer import Placer
 from .model.model import MoeBlock, RouterProbe
 from .peers.matcher import MatcherLink, MatcherPrefetch
 from .peers.shards import Shards
+from .placer import Placer
 from .pre_evicting import PreEvicting
 
 

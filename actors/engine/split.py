@@ -26,7 +26,7 @@ from ..policies.moepic.configure import Configured, Room, Times, configure
 from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOptions, observe
 from ..policy_settings import PolicySettings
 from .cache.cache import ExpertCache
-from .layer import Passed
+from .passes import Passed
 from .prefetching import Prefetching
 from .stats import ConfiguratorStats
 

@@ -22,7 +22,8 @@ from ...actors.budget import Budget
 from ...actors.core._core import Routing
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.slots import LowBitPart
-from ...actors.engine.layer import Placer, report_passes
+from ...actors.engine.passes import report_passes
+from ...actors.engine.placer import Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.prefetching import Prefetching
 from ...actors.engine.rerouting import LowBits, Rerouter, report_link_speed

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ...actors.core._core import Clock
 from ...actors.engine.cache.cache import ExpertCache
-from ...actors.engine.layer import Placer
+from ...actors.engine.placer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs
 from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions

@@ -20,7 +20,8 @@ from orders_reference import Worth
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
-from tiermoe.actors.engine.layer import Hooks, MoeLayer
+from tiermoe.actors.engine.hooks import Hooks
+from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline

@@ -20,7 +20,7 @@ from native_rigs import CUTS, RATE_GBPS, SplitStack, Stack, active, forwards, re
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import SlotPool
 from tiermoe.actors.engine.hooks import Hooks
-from tiermoe.actors.engine.layer import Placer
+from tiermoe.actors.engine.placer import Placer
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.policies.activeevict import BudgetAwareTopK

@@ -38,9 +38,9 @@ from ...store.format import ExpertShape, Published
 from ...store.replicas import ReplicaTables
 from ..cache.cache import ExpertCache
 from ..host_view import LayerView
-from ..layer import Placer
 from ..model.kernels import expert_seconds, link_seconds
 from ..model.model import MoeBlock
+from ..placer import Placer
 from .remote import NdpPool
 from .shards import Shards, owners
 

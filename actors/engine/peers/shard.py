@@ -26,10 +26,11 @@ from ..cache.allocate import make_cache
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.sources import Sources, open_sources
 from ..host_view import pairs_of
-from ..layer import Groups, MoeLayer, Pass, Placer, Replicas
+from ..layer import Groups, MoeLayer, Pass, Replicas
 from ..make_device import activations_of, make_device
 from ..model.form_kernels import kernels_of
 from ..model.model import MoeBlock, build_blocks, compute_dtype
+from ..placer import Placer
 from ..stats import EngineStats, LayerResidency
 from .matcher import tell_eviction, wanted_keys
 from .shards import ShardResidency, owners
