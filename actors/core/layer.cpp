@@ -41,7 +41,7 @@ Layer::Layer(Core& core, const Place& place, const KernelTable& kernels, Passes&
 }
 
 void Layer::route(const Given& given, Routed& routed) {
-    if (given.tokens < 1 || given.top_k < 1 || !product_fits({given.tokens, given.top_k}, kMostItems))
+    if (given.tokens < 0 || given.top_k < 1 || !product_fits({given.tokens, given.top_k}, kMostItems))
         throw std::invalid_argument("a pass has rows, and experts of each");
     picked_.expect(given.ids, given.tokens * given.top_k);
     for (std::size_t i = first_of(rules_); i < rules_.size(); ++i)

@@ -26,7 +26,7 @@ from tiermoe.cluster.worker_process import Role, WorkerProcess
 _MAIN = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()"]
 _LOUD = """
 import os
-from orders_reference import Lru
+from tiermoe.actors.policies.eviction import Lru
 from tiermoe.actors.policies.registry import PolicyOptions
 print("imported", flush=True)
 
@@ -39,7 +39,7 @@ class Loud(Lru):
         print("made")
         os.system("echo a child")
         os.write(1, b"native\\n")
-        return cls()
+        return cls(context.layers, context.experts)
 
 class Settings:
     def __init__(self, settings):
