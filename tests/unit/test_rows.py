@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from tiermoe.actors.gpu_worker import make_batcher
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
+from tiermoe.errors import NotServing
 
 torch.set_num_threads(1)
 _PROMPTS = [[5, 9, 2, 7, 1, 3], [8, 8, 4, 6, 2, 9, 11, 30, 2], [3 + i % 90 for i in range(41)], [17], [40, 41, 7] * 8]
@@ -73,13 +74,44 @@ def test_requests_that_come_and_go_have_the_tokens_of_generate(name: str) -> Non
     assert sorted(watcher.ended) == ["left", "r0", "r1", "r2", "r3", "r3", "r4"]
 
 
-def test_a_request_waits_for_room() -> None:
-    """All rows are as long as the longest."""
+def test_the_youngest_request_waits_where_the_cache_is_full() -> None:
+    """All rows are as long as the longest. A chat without `max_tokens` asks for all the room; others run beside it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config("lfm2_moe"), dtype=torch.float32).eval()
+    prompts, tokens = [(5, 6, 7 + i) for i in range(4)], [125, 60, 40, 50]
+    expected = [
+        reference_greedy(model, [prompt], count, ignore_eos=True)[0]
+        for prompt, count in zip(prompts, tokens, strict=True)
+    ]
     watcher = Rows()
-    with closing(make_batcher(model, KvSettings(page_size=8, num_blocks=8), watcher)) as batcher:  # 64 tokens
-        requests = [GenerationRequest(f"r{i}", (5, 6, 7 + i), SamplingParams(25, ignore_eos=True)) for i in range(4)]
-        assert [len(gathered(stream).token_ids) for stream in [batcher.submit(r) for r in requests]] == [25] * 4
+    with closing(make_batcher(model, KvSettings(page_size=8, num_blocks=16), watcher)) as batcher:  # 128 tokens
+        streams = [
+            batcher.submit(GenerationRequest(f"r{i}", prompt, SamplingParams(count, ignore_eos=True)))
+            for i, (prompt, count) in enumerate(zip(prompts, tokens, strict=True))
+        ]
+        assert [gathered(stream).token_ids for stream in streams] == expected
         assert batcher.kv_usage == 0
-    assert watcher.most == 2  # of at most 28 tokens each
+    assert watcher.most == 3
+
+
+@pytest.mark.parametrize("part", ["join", "leave", "next_tokens"])
+def test_a_failure_ends_the_loop_and_no_stream_waits(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a loop that ended in silence: the worker said that it serves, and its streams waited for ever."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("lfm2_moe"), dtype=torch.float32).eval()
+    with closing(make_batcher(model, KvSettings(page_size=16, num_blocks=32))) as batcher:
+        memory: list[BaseException] = []
+        batcher.streams.out_of_memory = memory.append
+
+        def fail(*args: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+        monkeypatch.setattr(f"tiermoe.actors.engine.serving.rows.{part}", fail)
+        streams = [batcher.submit(_asked(i)) for i in range(3)]
+        ends = [list(stream)[-1] for stream in streams]
+        failed = [end.error_type for end in ends if end.finish != "length"]  # one may end before a row leaves
+        assert failed
+        assert set(failed) <= {"LoopDied", "NotServing"}
+        assert memory
+        with pytest.raises(NotServing, match="the generation loop died"):
+            batcher.submit(_asked(4))

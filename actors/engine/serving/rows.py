@@ -18,20 +18,21 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import cache_utils
 
-from ....errors import NotServing, PolicyError, RuntimeFailure, TierMoeError, UnsupportedModelError
+from ....errors import NotServing, PolicyError, StoreError, TierMoeError, UnsupportedModelError
 from ...policies.routing import SequenceRows
-from ...requests import GenerationRequest
+from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.lengths import lengths_of
-from .batcher import loop_died, open_streams, probed
+from .batcher import loop_died, open_streams
 from .sampling import PromptScorer, next_tokens, pick_of, prompt_rows
 from .streams import Outbox, SequenceWatcher, Stream, Streams
 
+_ROOM = 32  # tokens that a request is to have room for when it begins
 # dimensions of the requests and of the tokens
 _BY_TOKEN = {"keys": (0, -2), "values": (0, -2)}
 _STATES = ("conv_states", "recurrent_states")
@@ -109,17 +110,29 @@ class Row:
     prompt: int = 0
 
     @property
-    def most(self) -> int:
-        """Tokens that it may come to have."""
-        return len(self.stream.request.prompt_ids) + self.stream.request.sampling.max_tokens
+    def tokens(self) -> list[int]:
+        """Of the prompt, and those generated so far."""
+        return [*self.stream.request.prompt_ids, *self.stream.generated]
 
 
 @dataclass(eq=False)
 class Batch:
-    """Requests of one cache. cache: None: it has none, and all tokens are fed again."""
+    """Requests of one cache, which came in this order. cache: None: it has none, and all tokens are fed again."""
 
     rows: list[Row]
     cache: Any = None
+
+    def takes(self, more: int) -> int:
+        """Tokens of the cache once each row has `more`: all rows are as long as the longest."""
+        return len(self.rows) * (max((row.length for row in self.rows), default=0) + more)
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Keep some rows."""
+        self.rows = [self.rows[i] for i in kept]
+        if not kept:
+            self.cache = None
+        elif self.cache is not None:
+            leave(self.cache, kept, max(row.length for row in self.rows))
 
 
 class RowBatcher:
@@ -140,7 +153,8 @@ class RowBatcher:
         UnsupportedModelError: the model generates nothing, as one request shows. TierMoeError: an expert or a policy
             failed meanwhile.
 
-    What fails in a forward ends the requests that it carries. A failure of the runtime or of a policy ends all.
+    A missing expert ends the requests of its forward. Any other error ends the loop: its requests may have caused it,
+    the others go on at another lead. Where the cache is full, the youngest request comes again later.
     """
 
     attention: Attention | None = None
@@ -157,12 +171,14 @@ class RowBatcher:
         self.max_requests = 1 if kv.batching == "serial" or self._lengths.any else kv.max_num_seqs
         self.shares = self.max_requests > 1
         self._tokens = kv.num_blocks * kv.page_size
+        self._failed: dict[str, BaseException] = {}  # streams that fail in the step under way, and why
         self._scorer = PromptScorer(model, self.streams.note_prompt)
+        self._scorer.failed = self._failed.__setitem__
         self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
         self._places = "position_ids" in inspect.signature(model.forward).parameters
         self._batches: list[Batch] = []
         self.failure: TierMoeError | None = None
-        self._last_error: BaseException | None = None
+        self._probing, self._error = True, cast("BaseException | None", None)  # of the probe
         self._queue: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
         self._waiting: list[Stream] = []
         self._ends = False
@@ -175,15 +191,19 @@ class RowBatcher:
             raise
 
     def _probe(self) -> None:
-        """One short request: nobody is told that a model serves before a token came."""
-        error = probed(self)
-        if isinstance(self._last_error, TierMoeError):
-            raise self._last_error
+        """Short requests, side by side where they may be: nobody is told that a model serves before a token came."""
+        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+        prompts = [(0, 0, 0), *([(0, 0, 0, 0, 0)] if self.max_requests > 1 else [])]
+        streams = [self.submit(GenerationRequest(f"probe{len(p)}", p, sampling)) for p in prompts]
+        error = next((found for stream in streams if (found := list(stream)[-1].error) is not None), None)
+        cause, self._error, self._probing = self._error, None, False  # later ones would hold what their frames hold
+        if isinstance(cause, TierMoeError):
+            raise cause
         if error is not None:
             raise UnsupportedModelError(
                 f"{type(self._model).__name__} does not generate here: {error}",
                 "use another model or version of transformers",
-            ) from self._last_error
+            ) from cause
 
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Queue a request. Raises as `ContinuousBatcher.submit`."""
@@ -208,21 +228,30 @@ class RowBatcher:
     @property
     def kv_usage(self) -> float:
         """Share of the KV cache that open requests use, with the padding of their rows."""
-        batches = [batch.rows for batch in list(self._batches)]
-        used = sum(len(rows) * max((row.length for row in rows), default=0) for rows in batches)
-        return min(1.0, used / self._tokens)
+        return min(1.0, sum(batch.takes(0) for batch in list(self._batches)) / self._tokens)
 
     @torch.no_grad()
     def _run(self) -> None:
-        while not self._ends:
+        try:
+            while not self._ends:
+                self._turn()
+        except BaseException as error:  # its requests report it, and a lead that generates nothing is made again
+            self._fail(error)
+        while not self._ends:  # what was submitted meanwhile
             self._receive()
-            for batch in self._batches:
-                self._drop_ended(batch)
-            self._batches = [batch for batch in self._batches if batch.rows]
-            if (stream := self._admitted()) is not None:
-                self._begin(stream)
-            for batch in list(self._batches):
-                self._try(batch, [row.stream for row in batch.rows])
+            self._refuse_others()
+
+    def _turn(self) -> None:
+        """A prompt, if one waits and has room, and a step of every request."""
+        self._receive()
+        for batch in self._batches:
+            self._drop_ended(batch)
+        self._batches = [batch for batch in self._batches if batch.rows]
+        if (stream := self._admitted()) is not None:
+            self._begin(stream)
+        self._make_room()
+        for batch in self._batches:
+            self._try(batch)
 
     def _receive(self) -> None:
         """Requests that came; waits for one where there is nothing to do."""
@@ -235,48 +264,75 @@ class RowBatcher:
                 self._waiting.append(stream)
 
     def _admitted(self) -> Stream | None:
-        """The request whose prompt runs next: the first that came, if it has room."""
+        """The request whose prompt runs next: the first that came, if it has room for a while."""
         self._waiting = [stream for stream in self._waiting if self.streams.is_open(stream.name)]
         rows = [row for batch in self._batches for row in batch.rows]
         if not self._waiting or len(rows) >= self.max_requests:
             return None
-        longest = max(row.most for row in [*rows, Row(self._waiting[0])])
-        if rows and (len(rows) + 1) * longest > self._tokens:
-            return None
-        return self._waiting.pop(0)
+        own = len(Row(self._waiting[0]).tokens) + _ROOM
+        if not rows:
+            return self._waiting.pop(0)
+        if self.shares:
+            needed = (len(rows) + 1) * max(own, *(row.length + _ROOM for row in rows))
+        else:
+            needed = own + sum(row.length + _ROOM for row in rows)
+        return self._waiting.pop(0) if needed <= self._tokens else None
+
+    def _make_room(self) -> None:
+        """Take the youngest requests out until the next token of each has room; they come again before others."""
+        while sum(len(batch.rows) for batch in self._batches) > 1:
+            if sum(batch.takes(1) for batch in self._batches) <= self._tokens:
+                return
+            batch = self._batches[-1]
+            self._waiting.insert(0, batch.rows[-1].stream)
+            batch.keep(range(len(batch.rows) - 1))
+            self._batches = [batch for batch in self._batches if batch.rows]
 
     def _begin(self, stream: Stream) -> None:
         batch = Batch([Row(stream)])
-        self._try(batch, [stream])
+        self._try(batch)
         if not batch.rows:
             return
         self.shares = self.shares and joins(batch.cache)
         first = self._batches[0] if self._batches else None
         if self.shares and first is not None:
+            first.rows = first.rows + batch.rows  # before what may fail, which ends them all
             join(first.cache, batch.cache)
-            first.rows += batch.rows
         else:
             self._batches.append(batch)
 
-    def _try(self, batch: Batch, streams: Sequence[Stream]) -> None:
-        """A step of a batch; what it raises ends its requests."""
+    def _try(self, batch: Batch) -> None:
+        """A step of a batch. A missing expert ends its requests; anything else that it raises ends all."""
         try:
             self._step(batch)
-        except BaseException as error:  # the requests report it; a broken engine also refuses later ones
-            self._last_error, cause = error, error
-            if isinstance(error, RuntimeFailure | PolicyError):
-                self.failure = cause = loop_died(error)
-            for stream in streams:
-                self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", cause)
-            batch.rows = []
-            if self.failure is not None:
-                self._refuse_others(self.failure)
+        except StoreError as error:
+            self._end(batch, error)
+        except BaseException as error:
+            self._end(batch, error)
+            raise
 
-    def _refuse_others(self, failure: TierMoeError) -> None:
+    def _end(self, batch: Batch, error: BaseException) -> None:
+        """The requests that a forward carried end with its error; they may have caused it."""
+        if self._probing:
+            self._error = error
+        self._scorer.expect([])
+        cause = loop_died(error) if isinstance(error, Exception) else error
+        for row in batch.rows:
+            self.streams.abort(row.stream.name, "error", f"{type(error).__name__}: {error}", cause)
+        batch.keep(())
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing is generated from now on."""
+        self.failure = loop_died(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        self._refuse_others()
+
+    def _refuse_others(self) -> None:
         """End what the failed forward did not carry, so that another lead takes it."""
-        others = [row.stream for batch in self._batches for row in batch.rows] + self._waiting
+        failure = self.failure
+        assert failure is not None
         why = failure if isinstance(failure, PolicyError) else NotServing(failure.what, failure.remedy)
-        for stream in others:
+        why.__cause__ = failure.__cause__  # an allocation that failed is found there
+        for stream in [*(row.stream for batch in self._batches for row in batch.rows), *self._waiting]:
             self.streams.abort(stream.name, "error", str(why), why)
         self._batches, self._waiting = [], []
 
@@ -286,8 +342,7 @@ class RowBatcher:
         if whole:
             batch.cache = None
             row, stream = rows[0], rows[0].stream
-            tokens = [*stream.request.prompt_ids, *stream.generated]
-            row.length, ids = 0, torch.tensor([tokens], device=self._model.device)
+            row.length, ids = 0, torch.tensor([row.tokens], device=self._model.device)
             if not stream.request.generated and not stream.generated:
                 self._expect_prompt(stream)
             self.streams.begin(stream.name)
@@ -308,8 +363,7 @@ class RowBatcher:
     def _anew(self, batch: Batch) -> bool:
         """Whether all tokens of the batch's one request are fed: it begins, or its rotary embeddings are others now."""
         row = batch.rows[0]
-        tokens = len(row.stream.request.prompt_ids) + len(row.stream.generated)
-        prompt = self._lengths.prompt_of(len(row.stream.request.prompt_ids), tokens)
+        prompt = self._lengths.prompt_of(len(row.stream.request.prompt_ids), len(row.tokens))
         changed, row.prompt = prompt != row.prompt and self._lengths.any, prompt
         return batch.cache is None or changed
 
@@ -335,15 +389,18 @@ class RowBatcher:
 
     def _pick(self, batch: Batch, logits: torch.Tensor) -> None:
         """The next token of each row, from logits [1, B, V]; a row that gets none fails alone."""
-        failed: dict[int, BaseException] = {}
+        failed = self._failed
+
+        def fails(row: int, error: BaseException) -> None:
+            failed[batch.rows[row].stream.name] = error
+
         picks = [pick_of(self.streams.get(row.stream.name)) for row in batch.rows]
-        tokens = next_tokens(
-            logits, len(batch.rows), picks, self.streams.eos, self.streams.note, failed.__setitem__
-        )  # fmt: skip
-        for i, (row, token) in enumerate(zip(batch.rows, tokens, strict=True)):
+        tokens = next_tokens(logits, len(batch.rows), picks, self.streams.eos, self.streams.note, fails)
+        for row, token in zip(batch.rows, tokens, strict=True):
             stream, row.next = row.stream, token
-            if (error := failed.get(i)) is not None:
-                self._last_error = error
+            if (error := failed.pop(stream.name, None)) is not None:
+                if self._probing:
+                    self._error = error
                 cause = error if isinstance(error, TierMoeError) else None
                 self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", cause)
             elif token in stream.stops or len(stream.generated) + 1 >= stream.request.sampling.max_tokens:
@@ -354,8 +411,5 @@ class RowBatcher:
 
     def _drop_ended(self, batch: Batch) -> None:
         kept = [i for i, row in enumerate(batch.rows) if self.streams.is_open(row.stream.name)]
-        if len(kept) == len(batch.rows):
-            return
-        batch.rows = [batch.rows[i] for i in kept]
-        if kept:
-            leave(batch.cache, kept, max(row.length for row in batch.rows))
+        if len(kept) < len(batch.rows):
+            batch.keep(kept)
