@@ -1,6 +1,7 @@
 """The lead GPU worker: a model whose experts live in a bounded pool, behind a batching loop.
 
-A plain class; `cluster.deploy` makes it an actor. The story of a layer is in `engine/layer.py`.
+A plain class; `cluster.deploy` makes it an actor. A layer is in `engine/layer.py`, the order of its pass in
+`core/layer.hpp`.
 """
 
 from __future__ import annotations

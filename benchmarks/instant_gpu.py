@@ -240,6 +240,8 @@ def instant_gpu() -> Iterator[InstantGpu]:
         native: Any = executor_of(layer)
         layer.kernel = Launched(layer.kernel, kernel, gpu)
         python, run = PythonExecutor(layer), native.run
+        if layer.placer.native is not None:
+            python.core.placement(layer.placer.native)
         native.run = lambda *given: python.run(*given) if gpu.works else run(*given)
         return native
 

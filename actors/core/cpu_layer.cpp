@@ -43,7 +43,7 @@ void CpuLayer::compute(const Given& given, const Routed& routed) {
         compute();
         kernels_s() += timed_s() - began_s;
     };
-    while (next()) timing([&] {
+    while (next()) {
         const std::vector<Group>* few = &picked_.found();
         if (routed.large || !picked_.replicas.empty()) {
             few_.clear(), many_.clear();
@@ -51,10 +51,12 @@ void CpuLayer::compute(const Given& given, const Routed& routed) {
             few = &few_;
             if (!many_.empty() || !picked_.replicas.empty()) parts_->kernels(*this, many_, picked_.replicas, y);
         }
-        kernels().expert_ffn(given.hidden, shape_.gate_up, shape_.down, picked_.order.data(), few->data(),
-                            static_cast<std::int64_t>(few->size()), routed.top_k, shape_.width, shape_.activation, y,
-                            all_.sums.data());
-    });
+        timing([&] {
+            kernels().expert_ffn(given.hidden, shape_.gate_up, shape_.down, picked_.order.data(), few->data(),
+                                static_cast<std::int64_t>(few->size()), routed.top_k, shape_.width, shape_.activation, y,
+                                all_.sums.data());
+        });
+    }
     timing([&] { kernels().combine(y, routed.weights, given.tokens, routed.top_k, shape_.width, given.out); });
     added();
 }

@@ -107,7 +107,7 @@ class GpuLayer : public Layer {
         if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
         if (!out_.is_valid()) nb::raise_python_error();
         kernels_s() = timed_s() - began_s - waited_s_;
-        python().out = out_;
+        if (away_) python().out = out_;
         added();
     }
 

@@ -6,7 +6,7 @@
 // Whole experts and split ones are the same to it: a group is a segment's neurons. A layer has one executor for good
 // (`engine.executors`): `CpuLayer` (cpu_layer.hpp), `GpuLayer` (gpu_module.cpp), `PythonLayer` (python_layer.cpp) with kernels
 // that are Python's, `VirtualLayer` (virtual_run.hpp) of recorded layers. On each the rule, what looks ahead, the placement
-// and the peers are native or Python's (`Parts`), and the order is this one.
+// and the peers are native or Python's (`Parts`; of recorded layers `Calls`), and the order is this one.
 #pragma once
 
 #include <memory>

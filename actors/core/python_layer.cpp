@@ -1,5 +1,5 @@
-// The executor of a layer whose kernels are Python's: other dtypes and forms, norms behind experts, a shard's rows, recorded
-// layers. The routing is Python's, too.
+// The executor of a layer whose kernels are Python's: other dtypes and forms, norms behind experts, a shard's rows.
+// The routing is Python's, too.
 //
 // The interpreter's lock is kept but where the pass may wait for copies.
 #include "bindings.hpp"

@@ -83,7 +83,7 @@ class NativeExecutor:
         rules = [hook.native(step.index, self) for hook in hooks.reroute]
         looks = [hook.native(step.index, self) for hook in hooks.ahead]
         can_reroute, can_look = (len(some) == 1 and None not in some for some in (rules, looks))
-        if not self.on_host and (None in rules or None in looks):
+        if not self.on_host and ((rules and not can_reroute) or (looks and not can_look)):
             can_reroute = can_look = False
         for can, some in ((can_reroute, rules), (can_look, looks)):
             if can and some[0] is not None:

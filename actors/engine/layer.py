@@ -80,7 +80,7 @@ class MoeLayer:
         return bool(self.observers) or self.cache.timeline.enabled or self.check
 
     def forward(self, *inputs: Any) -> Any:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on other backends what `Backend.look` takes.
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on a shard what its `Backend.look` takes.
 
         Raises:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
@@ -95,7 +95,7 @@ class MoeLayer:
         try:
             out = self.executor.run(*inputs)
         finally:
-            self._view = None
+            self._view, shared.inputs, shared.out = None, (), None
         if self.index == shared.last:
             shared.end_forward()
         if timeline.enabled:
@@ -277,7 +277,7 @@ Replicas: TypeAlias = "list[tuple[int, int, int]]"
 
 
 class Backend(Protocol):
-    """What the parts of a pass that are Python's ask of a device, a shard, or a recorded trace."""
+    """What the parts of a pass that are Python's ask of a device, or a shard."""
 
     def look(self, step: MoeLayer, weighed: bool, *inputs: Any) -> Any:
         """The `View` of the layer's inputs. weighed: the weights are read."""

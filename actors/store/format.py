@@ -1,7 +1,7 @@
 """The expert store on disk: manifests, and the safetensors headers of its files.
 
 A store is a folder (see `docs/store-format.md`): `manifest.json`, one safetensors file per MoE layer with every expert
-neuron-major (DESIGN.md section 1), one with the dense weights, and copies of the checkpoint's configuration and
+neuron-major (there, "Layout"), one with the dense weights, and copies of the checkpoint's configuration and
 tokenizer. A manifest has one valid byte string, which contains its digest, so any altered byte is noticed. The data of
 a tensor file starts at a multiple of 64 bytes, which aligns mapped arrays for vector loads.
 

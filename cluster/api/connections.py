@@ -28,7 +28,7 @@ from .refusals import ApiError
 FRAMING_BYTES = 64 * 1024  # of headers, of a chunk's size, of trailers
 _PIECE_BYTES = 16 * 1024  # h11 bounds what is incomplete after each
 _CHUNKS, _CHUNK_BYTES = 8192, 64  # of a body; beyond that number they must have so many bytes on average
-_LINGER_S = 5.0
+_LINGER_S, _CLOSING_S = 5.0, 60.0
 _WHOLE_URL = re.compile(rb"(?i:https?)://(?P<host>[^/?#@]+)(?P<path>[/?].*|)")
 _VERSIONS = frozenset({b"1.0", b"1.1"})
 
@@ -39,6 +39,7 @@ class _Parser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, FRAMING_BYTES)
         self._chunks = self._bytes = 0  # of the body
+        self.of_head = False  # the present request, whose answer has no body
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -46,6 +47,7 @@ class _Parser(h11.Connection):
             self._chunks = self._bytes = 0
             self._check_head(event)
             event = _in_origin_form(event)
+            self.of_head = event.method == b"HEAD"
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             self._bytes += len(event.data)
@@ -98,12 +100,15 @@ class _Lingering:
         if self.is_closing():
             return
         if not (self._still_sends() and self._transport.can_write_eof()):
-            self._transport.close()
+            self._closing = True
+            self._transport.close()  # once what waits to be sent is read
+            if self._transport.get_write_buffer_size():
+                asyncio.get_running_loop().call_later(_CLOSING_S, self._transport.abort)
             return
         self._closing = True
         self._transport.write_eof()
         self._transport.resume_reading()
-        asyncio.get_running_loop().call_later(_LINGER_S, self._transport.close)
+        asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
 
 
 class BoundedConnection(H11Protocol):
@@ -111,7 +116,7 @@ class BoundedConnection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.conn = _Parser()
+        self.conn = self._parser = _Parser()
         self._due: asyncio.TimerHandle | None = None  # while no request is under way
         self._write_due: asyncio.TimerHandle | None = None  # while the client reads nothing
 
@@ -145,13 +150,25 @@ class BoundedConnection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_due = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
+        self._expect_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         if self._write_due is not None:
             self._write_due.cancel()
             self._write_due = None
         super().resume_writing()
+
+    def _expect_reader(self, waiting: int) -> None:
+        """The client is to read some of so many bytes in time."""
+
+        def expired() -> None:
+            left = self.transport.get_write_buffer_size()
+            if left < waiting:
+                self._expect_reader(left)
+            else:
+                self.transport.abort()
+
+        self._write_due = self.loop.call_later(self.timeout_keep_alive, expired)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what h11 does not take; called where its error is handled."""
@@ -187,7 +204,7 @@ class BoundedConnection(H11Protocol):
             body = json.dumps(ApiError(status, message).body).encode()
             headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
             response = h11.Response(status_code=status, headers=[*headers.items()], reason=STATUS_PHRASES[status])
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            for event in (response, h11.Data(data=b"" if self._parser.of_head else body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 

@@ -157,7 +157,8 @@ class _Body:
             async with asyncio.timeout_at(self._due_s):
                 message = await self._receive()
         except TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {self._limits.body_s:g} s; send it again") from None
+            what = f"the body did not arrive within {self._limits.body_s:g} s; send it again"
+            raise ApiError(408, what, headers={"Connection": "close"}) from None
         if message["type"] != "http.request" or not message.get("more_body", False):
             self._due_s = None  # what comes after it is the end of the connection
         self._came += len(message.get("body", b""))

@@ -65,7 +65,7 @@ class RecordedForward:
 
 
 class RecordedLayer:
-    """One layer of a recorded forward (`engine.layer.View`)."""
+    """One layer of a recorded forward (`engine.hooks.View`)."""
 
     def __init__(self, index: int, forward: RecordedForward) -> None:
         self.index, self.forward, self.tokens = index, forward, forward.tokens

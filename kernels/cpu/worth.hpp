@@ -1,5 +1,5 @@
 // Eviction `worth` on arrays: each resident has a number, the least leaves first, and each layer has an equal share of the
-// slots. The reference is actors/policies/worth.py, whose decisions these are to the last expert.
+// slots. The reference is tests/orders_reference.py, whose decisions these are to the last expert.
 #pragma once
 
 #include <cstdint>

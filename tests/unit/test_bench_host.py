@@ -45,11 +45,11 @@ def test_a_layer_has_medians_over_steps_and_a_token_means_that_add_up() -> None:
 def test_the_parts_of_a_token_are_its_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """In native calls and in Python; also that nothing stays replaced: the second preset runs on the same classes."""
     monkeypatch.setattr(host_bench, "MAX_TOKENS", 20)
-    native, python = "on-demand", "hobbit"  # replicas run the step in Python
+    native, python = "on-demand", "hobbit"  # whose replicas run by Python's kernels
     report = host(Host(preset=(native, python), batch=(2,), repeats=1, ray=False), None)
     assert {row["batch"] for row in report.rows} == {2}
     parts = {native: ("native", "kernels", "other")}
-    parts[python] = ("read", "place", "run", "kernels", "combine", "other")
+    parts[python] = ("native", "run", "kernels", "other")
     for preset, of_layer in parts.items():
         table = {(row["per"], row["part"]): row[preset] for row in report.rows}
         for part in ("schedule", "announce", "dense", "sample", "deliver", "manager", "layers, kernels"):

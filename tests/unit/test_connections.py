@@ -370,6 +370,13 @@ def test_the_head_behind_an_offer_has_its_bounds() -> None:
     assert [parsed(answer)[0] for answer in (trailers, headers)] == [431, 431]
 
 
+def test_a_refused_head_has_no_body() -> None:
+    """Its JSON was sent behind it, which h11 refuses: the connection ended without an answer."""
+    (answer,) = talk(asks(b"HEAD / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 1\r\n\r\n"))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.endswith(b"\r\n\r\n")
+
+
 def test_a_target_may_be_a_whole_url() -> None:
     """Its host counts, whatever `Host` says: a check of one would be led past by the other."""
     named, bare = (

@@ -57,7 +57,7 @@ class ExpertCache:
 
     Attributes:
         core: decides and accounts.
-        native_steps: whether a layer that all runs here is one native call; set by the executor.
+        native_steps: whether the layers have kernels of native code; set by the executor.
         uses: forwards that ran each expert since the counters were reset; the array object never changes.
 
     Raises:

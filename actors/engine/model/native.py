@@ -116,9 +116,12 @@ class Joined:
         spent, ends, shared = self.spent[at:], at + len(natives) == len(self.layers), layers[0].shared
         shared.begin(inputs, layers[0].placer)
         shared.out = out
-        ran = self._program.run_layers(
-            at + 1, self._handles[at], inputs, out, last if ends else None, self.by_cpu, spent
-        )
+        try:
+            ran = self._program.run_layers(
+                at + 1, self._handles[at], inputs, out, last if ends else None, self.by_cpu, spent
+            )
+        finally:
+            shared.inputs, shared.out = (), None
         if ran < 0:
             natives[-1 - ran].fail()
         if ends:

@@ -198,7 +198,9 @@ def host_steps(
     passes: list[HostPass] = []
     clock = _Clock(now)
     dense = getattr(model.base_model.forward, "__self__", None)
-    joined = dense.joined if isinstance(dense, NativeDense) and parts == KERNEL_PARTS else None
+    joined = None
+    if isinstance(dense, NativeDense) and parts == KERNEL_PARTS and not engine.peers:  # whose waits are within the call
+        joined = dense.joined
     with _Replaced() as replaced:
         _time_layers(engine, parts, clock, replaced, passes, joined, misses)
         if joined is not None:
