@@ -44,9 +44,6 @@ class VirtualLink(Link):
     def busy_until(self) -> float | None:
         """When the copy under way ends; None: the link is idle."""
 
-    @property
-    def submitted_bytes(self) -> int: ...
-
 class CarryingLink(VirtualLink):
     def __init__(self, clock: Clock, copy_s: Callable[[int], float], late_s: float, carrier: object) -> None: ...
 
@@ -310,9 +307,6 @@ class Core:
     def uses(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]: ...
 
     @property
-    def took_s(self) -> Annotated[NDArray[numpy.float64], dict(shape=(None,))]: ...
-
-    @property
     def emptied(self) -> int: ...
 
     @property
@@ -344,8 +338,6 @@ class Core:
     def source(self, number: int) -> SourceCounts: ...
 
     def reset_counts(self) -> None: ...
-
-    def segments(self, keys: Sequence[int]) -> list[int]: ...
 
     def divide(self, layout: Layout, fill: Sequence[int]) -> None: ...
 
@@ -611,9 +603,6 @@ class Layer:
         """
         Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.
         """
-
-    @property
-    def waited_s(self) -> float: ...
 
     @property
     def kernels_s(self) -> float: ...

@@ -184,7 +184,6 @@ those of many rows. alone: planned passes have no native rule or prefetch.)")
         .def("time", [](Layer& layer, std::optional<bool> by_cpu) {
             layer.clock_s = !by_cpu ? nullptr : *by_cpu ? cpu_s : now_s;
         }, "by_cpu"_a.none(), "Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.")
-        .def_prop_ro("waited_s", [](const Layer& layer) { return layer.spent().waited_s; })
         .def_prop_ro("kernels_s", [](Layer& layer) { return layer.kernels_s(); });
     nb::class_<CpuLayer, Layer>(m, "CpuLayer")
         .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,

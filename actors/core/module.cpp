@@ -95,8 +95,7 @@ NB_MODULE(_core, m) {
         .def("busy_until", [](VirtualLink& link) -> std::optional<double> {
             const double end_s = link.busy_until();
             return end_s < 0 ? std::nullopt : std::optional(end_s);
-        }, "When the copy under way ends; None: the link is idle.")
-        .def_prop_ro("submitted_bytes", &VirtualLink::submitted_bytes);
+        }, "When the copy under way ends; None: the link is idle.");
     nb::class_<CarryingLink, VirtualLink>(m, "CarryingLink")
         .def(nb::init<Clock&, CopySeconds, double, nb::object>(), nb::keep_alive<1, 2>(), "clock"_a, "copy_s"_a, "late_s"_a,
              "carrier"_a);
@@ -152,7 +151,6 @@ NB_MODULE(_core, m) {
         .def_prop_ro("slots", [](nb::handle_t<Core> self) { return view<std::int32_t>(nb::cast<Core&>(self).slots(), self); })
         .def_prop_ro("pins", [](nb::handle_t<Core> self) { return view<std::int32_t>(nb::cast<Core&>(self).pins(), self); })
         .def_prop_ro("uses", [](nb::handle_t<Core> self) { return view<std::int64_t>(nb::cast<Core&>(self).uses(), self); })
-        .def_prop_ro("took_s", [](nb::handle_t<Core> self) { return view<double>(nb::cast<Core&>(self).took_s(), self); })
         .def_prop_ro("emptied", &Core::emptied)
         .def_prop_ro("free_slots", &Core::free_slots)
         .def_prop_ro("totals", &Core::totals)
@@ -174,7 +172,6 @@ NB_MODULE(_core, m) {
         .def("counts", [](Core& c, std::int64_t layer) { return c.counts().at(static_cast<std::size_t>(layer)); }, "layer"_a)
         .def("source", [](Core& c, std::int64_t number) { return c.sources().at(static_cast<std::size_t>(number)); }, "number"_a)
         .def("reset_counts", &Core::reset_counts)
-        .def("segments", &Core::segments_of, "keys"_a)
         .def("divide", &Core::divide, "layout"_a, "fill"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("migrate", &Core::migrate, "keys"_a, "keep_others"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("preload", &Core::preload, "keys"_a, nb::call_guard<nb::gil_scoped_release>())

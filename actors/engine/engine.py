@@ -278,7 +278,7 @@ class ExpertEngine:
         if rule is None:
             return None
         peers = None
-        if rule.needs_view and self.shards is not None:
+        if self.shards is not None:
             peers = self.shards.caches
         return Rerouter(rule, self.cache, blocks, self.top_k, peers)
 

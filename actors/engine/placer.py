@@ -18,14 +18,13 @@ class Placer:
     """Decides where a layer's experts run; this class: all on this device.
 
     Attributes:
-        may_be_local: `local` may be true at times.
         local: every expert of the present forward runs here and is loaded on a miss, so `where` need not be asked.
         keep: residents that are evicted last.
         hot_per_layer: experts of each layer in the hot set; None: no fixed number.
         native: decides in place of `where`; None: `where` does.
     """
 
-    may_be_local = local = True
+    local = True
     hot_per_layer: int | None = None
     keep: frozenset[int] = NO_KEYS
     native: _core.Placement | None = None

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .model.model import MoeBlock
     from .peers.shards import PeerCaches
 
-_NOWHERE = np.zeros(0, np.bool_)
-
 
 def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
     """One layer's cache as a rerouting rule sees it."""
@@ -105,8 +103,6 @@ class Rerouter:
         )  # fmt: skip
 
     def _view(self, layer: int) -> RerouteView:
-        if not self.rule.needs_view:
-            return RerouteView(_NOWHERE, 0, self._top_k)
         own = reroute_view(self._cache, layer, self._top_k)
         return own if self._peers is None else self._peers.join(layer, own)
 

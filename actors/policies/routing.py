@@ -165,14 +165,12 @@ class Rerouting(MaybeNative, ABC):
         Options: of the rule.
         name: in messages.
         needs_probabilities: `reroute` needs those of the router, [T, E]; else it gets None.
-        needs_view: it depends on where experts are.
         traced: recorded traces have its inputs, so that the simulated executor supports it.
     """
 
     Options: ClassVar[type[PolicyOptions]] = PolicyOptions
     name: ClassVar[str]
     needs_probabilities: bool = False
-    needs_view: ClassVar[bool] = True
     traced: ClassVar[bool] = False
 
     @classmethod

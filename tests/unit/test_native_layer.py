@@ -85,7 +85,6 @@ class Gated(Rerouting):
     """Drops what is picked last, by a rule that native code does not know."""
 
     name = "test"
-    needs_view = False
 
     def reroute(self, layer: int, ids: Any, weights: Any, probabilities: Any, view: Any) -> Rerouted:
         weights = weights.copy()

@@ -233,7 +233,8 @@ class AutoPlacer(PeerPlacer):
         return self.native.local
 
     @property
-    def may_be_local(self) -> bool:  # type: ignore[override]
+    def may_be_local(self) -> bool:
+        """Whether forwards may be local."""
         return self._notes is not None and self._cache.native_steps and self.faster.only != 0
 
     @property

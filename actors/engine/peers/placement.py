@@ -50,7 +50,7 @@ _FIRST_ROWS = 32  # after which popularity that is counted online first decides
 class PeerPlacer(Placer):
     """A placer with other processes. experts: of a layer. shards: the other GPUs; None where there are none."""
 
-    may_be_local = local = False
+    local = False
 
     def __init__(self, cache: ExpertCache, experts: int, shards: Shards | None) -> None:
         super().__init__(cache)
