@@ -257,17 +257,17 @@ def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
     )
 
 
-# what transformers' paged cache does not hold, by the kind of a layer
+# what transformers' paged cache does not hold, by the kind of a layer; first those that keep requests apart (`rows`)
 _NOT_PAGED = {
+    "indexed_attention": "its layers attend to keys that an index of their own chooses",
+    "minimax_m3_sparse": "its layers attend to keys that an index of their own chooses",
+    "compressed_sparse_attention": "its layers attend to compressed keys",
+    "heavily_compressed_attention": "its layers attend to compressed keys",
     "linear_attention": "it has layers with a running state in place of keys (linear attention or a state space)",
     "conv": "it has convolution layers, which keep the last tokens' inputs in place of keys",
     "hybrid": "its attention layers keep a convolution's state beside their keys",
     "hybrid_sliding": "its attention layers keep a convolution's state beside their keys",
-    "indexed_attention": "its layers attend to keys that an index of their own chooses",
-    "minimax_m3_sparse": "its layers attend to keys that an index of their own chooses",
     "chunked_attention": "it has layers that attend within chunks of the text",
-    "compressed_sparse_attention": "its layers attend to compressed keys",
-    "heavily_compressed_attention": "its layers attend to compressed keys",
 }
 
 
@@ -283,7 +283,7 @@ def _in_words(model: Any) -> str | None:
     text = model.config.get_text_config()
     kinds = [kind for kind in getattr(text, "layer_types", None) or () if kind in _NOT_PAGED]
     if kinds:
-        return f"{_NOT_PAGED[kinds[0]]}, which the paged KV cache does not hold"
+        return f"{_NOT_PAGED[min(kinds, key=list(_NOT_PAGED).index)]}, which the paged KV cache does not hold"
     if getattr(text, "kv_lora_rank", None) is not None:
         widths = f"keys of {text.qk_nope_head_dim + text.qk_rope_head_dim} and values of {text.v_head_dim}"
         return f"its latent attention (MLA) has {widths} numbers a head, and the paged KV cache has one width"
