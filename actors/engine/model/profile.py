@@ -199,7 +199,8 @@ def host_steps(
     clock = _Clock(now)
     dense = getattr(model.base_model.forward, "__self__", None)
     joined = None
-    if isinstance(dense, NativeDense) and parts == KERNEL_PARTS and not engine.peers:  # whose waits are within the call
+    within = engine.peers or engine.cache.low_bit is not None  # waits and kernels of Python within the call
+    if isinstance(dense, NativeDense) and parts == KERNEL_PARTS and not within:
         joined = dense.joined
     with _Replaced() as replaced:
         _time_layers(engine, parts, clock, replaced, passes, joined, misses)
