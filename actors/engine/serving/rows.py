@@ -13,6 +13,7 @@ no padding, and an index that chooses keys chooses others among padded ones, in 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import queue
 import threading
@@ -148,6 +149,7 @@ class RowBatcher:
     Attributes:
         attention, replays: nothing, as it has no paged cache.
         shares: whether requests share forward passes; else they take turns, or `kv.batching` is serial.
+        max_requests: under way at once.
 
     Raises:
         UnsupportedModelError: the model generates nothing, as one request shows. TierMoeError: an expert or a policy
@@ -194,7 +196,10 @@ class RowBatcher:
         """Short requests, side by side where they may be: nobody is told that a model serves before a token came."""
         sampling = SamplingParams(max_tokens=3, ignore_eos=True)
         prompts = [(0, 0, 0), *([(0, 0, 0, 0, 0)] if self.max_requests > 1 else [])]
-        streams = [self.submit(GenerationRequest(f"probe{len(p)}", p, sampling)) for p in prompts]
+        streams: list[Stream] = []
+        with contextlib.suppress(NotServing):  # the first has failed by now
+            for prompt in prompts:
+                streams.append(self.submit(GenerationRequest(f"probe{len(prompt)}", prompt, sampling)))
         error = next((found for stream in streams if (found := list(stream)[-1].error) is not None), None)
         cause, self._error, self._probing = self._error, None, False  # later ones would hold what their frames hold
         if isinstance(cause, TierMoeError):
