@@ -389,13 +389,12 @@ def _timed_pass(
         finally:
             clock.leave()
             spent_s = clock.take(PARTS)
-            waiting = "other"  # in the core
-            if isinstance(executor, NativeExecutor) and spent_s["native"] > 0:
+            waiting = "native" if spent_s["native"] > 0 else "other"  # which has kernels and waits of native code
+            if isinstance(executor, NativeExecutor):
                 for part, inside_s in executor.parts_s().items():
-                    inside_s = min(inside_s, spent_s["native"])
-                    spent_s["native"] -= inside_s
+                    inside_s = min(inside_s, spent_s[waiting])
+                    spent_s[waiting] -= inside_s
                     spent_s[part] += inside_s
-                waiting = "native"
             if host_waits and clock.counts_waits:
                 spent_s["copies"] = min(_waited_s(layer) - waited_s, spent_s[waiting])
                 spent_s[waiting] -= spent_s["copies"]
