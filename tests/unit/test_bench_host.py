@@ -48,15 +48,13 @@ def test_the_parts_of_a_token_are_its_measured_time(monkeypatch: pytest.MonkeyPa
     native, python = "on-demand", "hobbit"  # whose replicas run by Python's kernels
     report = host(Host(preset=(native, python), batch=(2,), repeats=1, ray=False), None)
     assert {row["batch"] for row in report.rows} == {2}
-    parts = {native: ("native", "kernels", "other")}
-    parts[python] = ("native", "run", "kernels", "other")
-    for preset, of_layer in parts.items():
+    for preset in (native, python):
         table = {(row["per"], row["part"]): row[preset] for row in report.rows}
         for part in ("schedule", "announce", "dense", "sample", "deliver", "manager", "layers, kernels"):
             assert table["token", part] > 0, part
             assert table["token, CPU", part] > 0, part
-        for part in of_layer:
-            assert table["layer, by part", part] > 0, part
+        for part in ("native", "kernels", "other"):  # others have a median of 0 where fewer than half of the layers miss
+            assert table["layer, by part", part] > 0, (preset, part)
         assert table["token", "layers, waits for copies"] > 0
         assert ("layer, by part, CPU", "copies") not in table  # the thread sleeps
         assert abs(table["token", "rest"]) < 0.1 * table["token", "measured"]
