@@ -53,9 +53,9 @@ def test_the_parts_of_a_token_are_its_measured_time(monkeypatch: pytest.MonkeyPa
         for part in ("schedule", "announce", "dense", "sample", "deliver", "manager", "layers, kernels"):
             assert table["token", part] > 0, part
             assert table["token, CPU", part] > 0, part
-        for part in ("native", "kernels", "other"):  # others have a median of 0 where fewer than half of the layers miss
+        for part in ("native", "kernels", "other"):  # of every layer, whatever misses
             assert table["layer, by part", part] > 0, (preset, part)
-        assert table["token", "layers, waits for copies"] > 0
+        assert table["token", "layers, waits for copies"] > 0 or preset == python  # whose replicas may come in time
         assert ("layer, by part, CPU", "copies") not in table  # the thread sleeps
         assert abs(table["token", "rest"]) < 0.1 * table["token", "measured"]
     assert report.bars == []  # of batch 1 only
