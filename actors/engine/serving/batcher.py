@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
-from ....errors import LoopDied, PolicyError, StoreError, TierMoeError
+from ....errors import LoopDied, NotServing, PolicyError, StoreError, TierMoeError
 from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.lengths import lengths_of
@@ -79,8 +81,18 @@ def loop_died(error: Exception) -> TierMoeError:
     return failure
 
 
-def probed(batcher: Batcher) -> str | None:
-    """Run one short request as any other; its error, or None: its tokens came."""
+def probed(batcher: Batcher, beside: Sequence[tuple[int, ...]] = ()) -> str | None:
+    """Run a short request as any other, and others of these prompts beside it.
+
+    Returns:
+        The first error; None: the tokens of all came.
+
+    Raises:
+        As `Batcher.submit`, for the first.
+    """
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-    last = list(batcher.submit(GenerationRequest("probe", (0, 0, 0), sampling)))[-1]
-    return last.error
+    streams = [batcher.submit(GenerationRequest("probe", (0, 0, 0), sampling))]
+    with suppress(NotServing):  # the first has failed by now
+        for i, prompt in enumerate(beside, start=1):
+            streams.append(batcher.submit(GenerationRequest(f"probe {i}", prompt, sampling)))
+    return next((error for stream in streams if (error := list(stream)[-1].error) is not None), None)

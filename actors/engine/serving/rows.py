@@ -13,7 +13,6 @@ no padding, and an index that chooses keys chooses others among padded ones, in 
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import queue
 import threading
@@ -26,10 +25,10 @@ from transformers import cache_utils
 
 from ....errors import NotServing, PolicyError, StoreError, TierMoeError, UnsupportedModelError
 from ...policies.routing import SequenceRows
-from ...requests import GenerationRequest, SamplingParams
+from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
 from ..model.lengths import lengths_of
-from .batcher import loop_died, open_streams
+from .batcher import loop_died, open_streams, probed
 from .sampling import PromptScorer, next_tokens, pick_of, prompt_rows
 from .streams import Outbox, SequenceWatcher, Stream, Streams
 
@@ -194,13 +193,7 @@ class RowBatcher:
 
     def _probe(self) -> None:
         """Short requests, side by side where they may be: nobody is told that a model serves before a token came."""
-        sampling = SamplingParams(max_tokens=3, ignore_eos=True)
-        prompts = [(0, 0, 0), *([(0, 0, 0, 0, 0)] if self.max_requests > 1 else [])]
-        streams: list[Stream] = []
-        with contextlib.suppress(NotServing):  # the first has failed by now
-            for prompt in prompts:
-                streams.append(self.submit(GenerationRequest(f"probe{len(prompt)}", prompt, sampling)))
-        error = next((found for stream in streams if (found := list(stream)[-1].error) is not None), None)
+        error = probed(self, [(0, 0, 0, 0, 0)] if self.max_requests > 1 else [])
         cause, self._error, self._probing = self._error, None, False  # later ones would hold what their frames hold
         if isinstance(cause, TierMoeError):
             raise cause
