@@ -59,20 +59,6 @@ def core() -> _core.Core:
     return core_of()
 
 
-def test_it_counts_how_often_it_became_empty(core: _core.Core) -> None:
-    """What a rule on misses sees of a flush: the cache is to fill again."""
-    load(core, 1, 2)
-    core.leave([1], 0)
-    assert core.emptied == 0
-    core.leave([2], 0)
-    assert core.emptied == 1
-    core.prefetch([3, 4], [], 1)
-    core.leave([4], 0)  # cancelled
-    core.wait_all()
-    core.flush()
-    assert core.emptied == 2
-
-
 def test_an_expert_that_comes_back_takes_what_its_last_copy_took_not() -> None:
     """Same expert, same slot, but it was given away in between: only the second copy counts."""
     core = core_of([2])
@@ -124,13 +110,6 @@ def test_nothing_runs_before_a_pass_is_opened(core: _core.Core) -> None:
         refused(core, call, "no pass is open")
 
 
-def test_only_residents_leave(core: _core.Core) -> None:
-    load(core, 1)
-    refused(core, lambda: core.leave([1, 0], 0), "not resident: 0")  # neither does the other
-    core.leave([1], 0)
-    assert core.state(1) == ABSENT
-
-
 def test_a_pinned_expert_stays_until_it_has_run(core: _core.Core) -> None:
     load(core, 0, 1)
     pin(core, 0)
@@ -141,17 +120,6 @@ def test_a_pinned_expert_stays_until_it_has_run(core: _core.Core) -> None:
         pass
     core.leave([0], 0)
     assert core.pins.tolist() == [0] * 2 * KEYS
-
-
-def test_pins_are_counted(core: _core.Core) -> None:
-    load(core, 0)
-    pin(core, 0)
-    pin(core, 0)
-    while core.next() != (1, 1):
-        pass
-    refused(core, lambda: core.leave([0], 0), "pinned")
-    core.abandon()
-    core.leave([0], 0)
 
 
 def test_the_last_slots_come_and_go() -> None:
@@ -171,17 +139,6 @@ def test_the_last_slots_come_and_go() -> None:
     now = core.states, core.evictable, core.slots, core.pins
     assert [a.tolist() for a in arrays] == [a.tolist() for a in now]
     assert core.check() == ""
-
-
-@pytest.mark.parametrize("slots", [0, -1, 5])
-def test_a_pool_keeps_within_its_bounds(slots: int) -> None:
-    core = core_of([2], most=4)
-    refused(core, lambda: core.resize(slots), f"cannot have {slots} slots")
-
-
-def test_slots_of_several_classes_keep_their_number() -> None:
-    core = core_of([2, 2])
-    refused(core, lambda: core.resize(3), "cannot have 3 slots")
 
 
 @pytest.mark.parametrize(("keys", "slots"), [(0, 1), (1, 0), (-1, 2)])
@@ -237,10 +194,6 @@ def test_experts_in_keep_are_evicted_when_no_others_are_left() -> None:
     assert pinned.loads(5, 6, keep=[0, 1]) == [(5, 0, 0), (6, 5, 1)]
     with pytest.raises(PlanError, match="no slot"):
         View(1, resident=[0], pinned=[0]).plan(5, keep=[0])
-
-
-def test_pinned_residents_stay() -> None:
-    assert View(3, resident=[0, 1, 2], pinned=[0]).loads(5) == [(5, 1, 0)]
 
 
 def test_a_pinned_copy_in_flight_stays() -> None:
