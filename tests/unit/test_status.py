@@ -6,13 +6,9 @@ import asyncio
 from typing import Any
 
 import httpx
-import pytest
 from fake_api import FakeBackend, ask
 
 from tiermoe.actors.engine.stats import LayerResidency
-from tiermoe.cluster.api.metrics import Metrics
-from tiermoe.cluster.api.records import ChoiceTimes
-from tiermoe.cluster.api.status import recent_latency
 
 
 def read_status(backend: FakeBackend, prompts: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -71,16 +67,3 @@ def test_many_clients_ask_the_runtime_once_a_second() -> None:
         return backend.asked
 
     assert ask(backend, call) <= 5
-
-
-def test_percentiles_are_of_the_last_minutes() -> None:
-    metrics = Metrics(FakeBackend().ask, sharded=False)
-    for number in range(100):
-        first_s = 1000 + (number + 1) / 100
-        metrics.recent.append(ChoiceTimes(1, 1000.0, tokens=3, first_s=first_s, last_s=first_s + 2, ended_s=1003.0))
-    metrics.recent.append(ChoiceTimes(1, 0.0, tokens=1, first_s=90.0, last_s=90.0, ended_s=90.0))
-    found = recent_latency(metrics, 1100.0)
-    assert found["requests"] == 100
-    assert found["ttft_s"] == pytest.approx({"p50": 0.5, "p99": 0.99})
-    assert found["tpot_s"] == pytest.approx({"p50": 1, "p99": 1})
-    assert recent_latency(metrics, 2000.0)["ttft_s"] is None
