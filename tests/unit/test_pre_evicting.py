@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from orders_reference import Lru
 from pydantic import ValidationError
 from reference import LayerPlan
-from serving import policy
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
@@ -31,14 +29,13 @@ from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEvict
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.prefetch import Span
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
+from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.simulate.executor import PLAIN, Policies, SimulatedEngine, eviction_of, policies_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.errors import ConfigError
 
 LAYERS, EXPERTS = 2, 4  # keys 0-3 are layer 0, 4-7 layer 1
 SHAPE = ExpertShape(num_experts=EXPERTS, hidden=4, intermediate=3, gates=2, has_bias=False)
@@ -158,14 +155,6 @@ class TestPreEvicting:
         assert freed == 2  # of layer 1 all four are predicted, two are there
         assert cache.residency.free_slots == 2  # of layer 0 the last row's 2 and 3, which are not there
 
-    def test_a_router_that_cannot_be_asked_frees_nothing(self, make: Make) -> None:
-        cache = make(2)
-        forward(cache, 0, 0, 1)
-        pre = PreEvicting(PreEviction(2), cache, LAYERS, EXPERTS, lambda layer, hidden: None)
-        for layer in range(LAYERS):
-            pre.layer(layer, seen(np.array([[0, 1]])))
-        assert cache.residency.free_slots == 0
-
 
 def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
     cache = make(3)
@@ -246,14 +235,6 @@ def test_a_replay_frees_slots_ahead_and_fetches_only_what_is_used(preset: str, t
     assert tpot_s > 0
 
 
-def test_a_replay_with_dynamic_top_k_runs_fewer_experts(tmp_path: Path) -> None:
-    traces.write(tmp_path / "t", traces.header(), [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]])
-    trace = Trace(tmp_path / "t")
-    exact, narrow = replayed(trace, "activeevict-lossless")[0], replayed(trace, "activeevict")[0]
-    assert narrow.dropped > 0
-    assert narrow.total().hits + narrow.total().misses < exact.total().hits + exact.total().misses
-
-
 def preset(**changes: Any) -> PolicySettings:
     return PolicySettings.model_validate({"name": "test", "lossless": True} | changes)
 
@@ -272,11 +253,3 @@ def preset(**changes: Any) -> PolicySettings:
 def test_settings_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         preset(**changes)
-
-
-def test_several_gpus_are_refused() -> None:
-    two, half = ShardSettings(count=2), Budget(share=0.5)
-    chosen = EngineSettings(policy=load_policy("activeevict-lossless"), budget=half, shards=two)
-    with pytest.raises(ConfigError, match="one GPU"):
-        check_combination(chosen)
-    check_combination(chosen.model_copy(update={"policy": policy()}))

@@ -15,11 +15,9 @@ import torch
 from channel_peer import wait_until
 from handmade_store import EXPERTS, layer_values, write_store
 
-from tiermoe.actors.engine.cache.device import CpuDevice
-from tiermoe.actors.engine.cache.loader import DEMAND, Loader, LoadJob
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
-from tiermoe.actors.engine.cache.sources import RemoteStores, host_weights, open_sources
-from tiermoe.actors.settings import LinkSettings, StoreSettings
+from tiermoe.actors.engine.cache.slots import LayerWeights
+from tiermoe.actors.engine.cache.sources import RemoteStores, open_sources
+from tiermoe.actors.settings import StoreSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import DType, ExpertShape
 from tiermoe.actors.store.server import StoreWorker
@@ -144,47 +142,6 @@ def test_a_layer_of_no_store_is_refused_at_once(make: Make) -> None:
     stores = make([0], [2])
     with pytest.raises(StoreError, match="no store holds MoE layers 1, 3"):
         RemoteStores(stores.manifest, range(LAYERS), stores.links, LONG)
-
-
-def test_small_experts_share_a_request_and_two_requests_are_under_way(make: Make, monkeypatch: Any) -> None:
-    stores = make()
-    asked: list[tuple[int, list[int]]] = []
-    with stores.reader() as reader:
-        monkeypatch.setattr(reader, "_per_request", 2)
-        (holder,) = reader._holders.values()
-        ask = holder.current.ask
-
-        def noted(layer: int, experts: Sequence[int], deadline_s: float) -> Any:
-            asked.append((layer, list(experts)))
-            return ask(layer, experts, deadline_s)
-
-        monkeypatch.setattr(holder.current, "ask", noted)
-        promises = [reader.layer(layer).expert(e) for layer, e in [(0, 0), (1, 0), (0, 2), (0, 1), (1, 1), (2, 0)]]
-        promises[0].ask(promises[1:])
-        assert asked == [(0, [0, 2]), (1, [0, 1])]
-        assert_right(promises[0].tensors(), 0, 0)
-        promises[1].ask(promises[2:])
-        assert len(asked) == 2  # another of the first request is to be taken yet
-        for promise, (layer, e) in zip(promises[1:4], [(1, 0), (0, 2), (0, 1)], strict=True):
-            assert_right(promise.tensors(), layer, e)
-        assert asked[2:] == [(0, [1])]
-        promises[4].ask(promises[5:])
-        assert asked[3:] == [(2, [0])]
-        assert_right(promises[4].tensors(), 1, 1)
-        assert_right(promises[5].tensors(), 2, 0)
-        assert reader.experts_fetched == 6
-
-
-def test_promises_that_are_dropped_make_room(make: Make) -> None:
-    stores = make()
-    with stores.reader() as reader:
-        for _ in range(3):
-            promises = [reader.layer(layer).expert(0) for layer in range(3)]
-            promises[0].ask(promises[1:])
-            assert len(reader._under_way) == 2
-            del promises
-            assert len(reader._under_way) == 0
-        assert_right(take(reader, 3, 0), 3, 0)
 
 
 def test_layers_spread_over_replicas(make: Make) -> None:
@@ -341,31 +298,3 @@ def test_closing_ends_what_waits(make: Make) -> None:
         reader.close()
         thread.join(WAIT_S)
         assert len(errors) == 1
-
-
-def test_the_loader_takes_promises_and_tensors_in_order(make: Make) -> None:
-    stores = make([0, 1])
-    own = ExpertStore(stores.folder, "stamp", layers=[2])
-    mapped = host_weights(own.layers)[0]
-    with stores.reader(layers=[0, 1]) as reader, closing(Loader(CpuDevice(LinkSettings()))) as loader:
-        shape = stores.manifest.experts
-        pool = SlotPool.allocate(shape, 5, torch.float32, torch.device("cpu"))
-        wanted = [(0, 1), (2, 0), (1, 2), (0, 0)]
-        jobs = [
-            LoadJob(
-                0, i, dst=pool.slot(i), after=None, layer=layer, cause="demand",
-                src=mapped.expert(e) if layer == 2 else reader.layer(layer).expert(e),
-            )
-            for i, (layer, e) in enumerate(wanted)
-        ]  # fmt: skip
-        loader.submit(jobs, DEMAND)
-        for job, (layer, e) in zip(jobs, wanted, strict=True):
-            assert job.done.wait(WAIT_S)
-            assert job.copied is not None
-            assert_right(job.dst, layer, e)
-        stores.workers[0].close()
-        reader._settings = FAST
-        failing = LoadJob(0, 4, dst=pool.slot(4), after=None, layer=0, cause="demand", src=reader.layer(0).expert(2))
-        loader.submit([failing], DEMAND)
-        assert failing.done.wait(WAIT_S)
-        assert isinstance(failing.error, StoreError)
