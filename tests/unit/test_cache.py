@@ -42,37 +42,6 @@ def test_the_stored_bytes_arrive_exactly(make: Make) -> None:
     assert fixture.stats.total().bytes_loaded == 8 * SLOT_BYTES
 
 
-def test_a_late_prefetch_is_a_miss_that_goes_first(make: Make) -> None:
-    fixture = make(4)
-    fixture.device.held = True
-    fixture.cache.prefetch([2, 6, 4])  # 2 occupies the link
-    fixture.device.await_start()
-    plan = fixture.begin(1, 0)
-    fixture.device.go.release()
-    fixture.release_when_awaited(4)
-    fixture.end(plan)
-    stats = fixture.stats.layers[1]
-    assert (stats.hits, stats.misses, stats.late_prefetches, stats.prefetched_hits) == (0, 1, 1, 0)
-    assert (stats.bytes_loaded_prefetch, stats.bytes_loaded_demand) == (SLOT_BYTES, 0)
-    assert fixture.residency.state(6) == State.ABSENT  # guessed for the same layer, and wrong
-    assert fixture.outcomes == (1, 1)
-
-
-def test_waiting_for_a_copy_is_blocked_time(make: Make) -> None:
-    fixture = make(4)
-    fixture.device.held = True
-    plan = fixture.begin(1, 1)
-    fixture.release_when_awaited(5)
-    fixture.end(plan)
-    assert fixture.stats.layers[1].blocked_io_s > 0
-    assert fixture.stats.layers[0].blocked_io_s == 0
-    assert fixture.stats.layers[1].total_io_s > 0
-    tracks = [event["tid"] for event in fixture.cache.timeline.events() if event["ph"] == "X"]
-    assert tracks == [2, 3]  # wait, copy
-    (copy,) = (event for event in fixture.cache.timeline.events() if event["tid"] == 3 and event["ph"] == "X")
-    assert (copy["args"]["bytes"], copy["args"]["cause"]) == (fixture.cache.residency.slot_bytes, "demand")
-
-
 def test_a_timeline_shows_forwards_tokens_and_each_peer() -> None:
     timeline = Timeline(True)
     timeline.begin("token", "prefill, 3 rows", {"rows": 3})
@@ -92,34 +61,6 @@ def test_a_timeline_shows_forwards_tokens_and_each_peer() -> None:
     ]  # fmt: skip
     timeline.clear()
     assert not [event for event in timeline.events() if event["ph"] == "X"]
-
-
-def test_evicting_a_started_prefetch_waits_for_it_and_counts_the_wait(make: Make) -> None:
-    """Guards the wait inside an eviction: it was in no counter, so prefetch looked cheaper than it was."""
-    fixture = make(1)
-    fixture.device.held = True
-    fixture.cache.prefetch([4])
-    fixture.device.await_start()
-    fixture.release_when_awaited(4)
-    plan = fixture.begin(0, 0)
-    assert fixture.stats.layers[0].blocked_io_s > 0
-    assert fixture.stats.layers[1].bytes_loaded_prefetch == fixture.stats.layers[1].bytes_wasted == SLOT_BYTES
-    assert fixture.outcomes == (0, 1)
-    fixture.device.go.release()
-    fixture.end(plan)  # not overwritten by the late copy
-
-
-def test_migration_brings_in_what_is_absent_and_turns_the_rest_out(make: Make) -> None:
-    fixture = make(4)
-    fixture.forward(0, 0, 1)
-    fixture.cache.core.migrate([1, 4, 5], False)
-    fixture.settle()
-    assert sorted(fixture.residency.held()) == [1, 4, 5]
-    assert fixture.stats.layers[1].bytes_loaded_migration == 2 * SLOT_BYTES
-    assert fixture.stats.layers[0].bytes_loaded_migration == 0
-    fixture.forward(1, 0, 1)  # a hit each, with the right bytes
-    assert (fixture.stats.layers[1].hits, fixture.stats.layers[1].misses) == (2, 0)
-    fixture.cache.check_integrity()
 
 
 def test_check_integrity_sees_a_disagreement(make: Make) -> None:

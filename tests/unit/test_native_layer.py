@@ -23,8 +23,6 @@ from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS
 from tiermoe.kernels.router import LinearRouter
 
-POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "lcp"]
-
 
 def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
     """The preset's prefetch, by random routers; distance 0: none."""
@@ -42,25 +40,6 @@ def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
         return Hooks(ahead=(RouterPrefetching(policy, cache, blocks, EXPERTS),))
 
     return hooks
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slots", [2, EXPERTS, KEYS - 5, KEYS - 2, KEYS])
-def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
-    """On demand, and with prefetches that have arrived: every decision is the same, step by step."""
-    native, python = Stack(slots, policy, min_useful=0.3), Stack(slots, policy, min_useful=0.3, native=False)
-    rng = np.random.default_rng(slots)
-    for step in range(60):
-        begin(native, python, rng)
-        for index in range(LAYERS):
-            wanted = rng.permutation(KEYS)[: rng.integers(0, EXPERTS)].tolist() if step % 3 else []
-            inputs = routed(rng, 24)
-            native.ahead.wanted = python.ahead.wanted = wanted
-            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
-            native.settle(), python.settle()  # copies under way: `test_prefetches_under_way`
-        assert native.known() == python.known()
-    assert sum(layer.forwards for layer in native.stats.layers) == 60 * LAYERS
-    native.cache.close(), python.cache.close()
 
 
 NATIVE_ORDERS = ("lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "worth")

@@ -87,32 +87,6 @@ def scores(*rows: Sequence[float]) -> Callable[[int, Any], NDArray[np.floating]]
     return lambda layer, hidden: np.array(rows)
 
 
-class TestVacate:
-    def test_frees_least_recent_ones_and_counts_what_comes_back(self, make: Make) -> None:
-        cache = make(4)
-        forward(cache, 0, 0, 1)
-        forward(cache, 1, 0, 1)
-        cache.core.vacate(2, 1)
-        assert cache.residency.free_slots == 2
-        cache.core.vacate(1, 1)  # two are free already
-        assert cache.layer_stats(1).vacated == 2
-        forward(cache, 1, 2, 3)  # lands in the free slots
-        assert set(cache.residency.held()) == {4, 5, 6, 7}
-        forward(cache, 0, 0, 2)
-        assert cache.layer_stats(0).bytes_premature == BYTES  # expert 0; 2 was never here
-        forward(cache, 0, 1)
-        assert cache.layer_stats(0).bytes_premature == BYTES  # layer 0 has run since 1 was sent away
-        assert cache.live_stats().total().bytes_written_back == 0
-
-    def test_leaves_what_the_forward_uses(self, make: Make) -> None:
-        cache = make(2)
-        forward(cache, 0, 0, 1)
-        begin(cache, 0, 0)
-        cache.core.vacate(2, 1)
-        assert set(cache.residency.held()) == {0}
-        cache.core.abandon()
-
-
 class TestPreEvicting:
     def test_the_least_important_experts_make_room_for_the_predicted_ones(self, make: Make) -> None:
         eviction = ImportanceEviction(LAYERS, EXPERTS, alpha=0.5, top_k=2)
@@ -126,15 +100,6 @@ class TestPreEvicting:
         assert set(cache.residency.held()) == {0, 1}
         forward(cache, 1, 0, 1)
         assert set(cache.residency.held()) == {0, 1, 4, 5}
-
-    def test_never_frees_more_than_the_layer_lacks(self, make: Make) -> None:
-        cache = make(8)
-        forward(cache, 0, 0, 1, 2, 3)
-        forward(cache, 1, 0, 1, 2, 3)
-        pre = PreEvicting(PreEviction(2, 1.0, 8), cache, LAYERS, EXPERTS, scores([1.0, 1.0, 1.0, 1.0]))
-        pre.layer(0, seen(np.array([[0, 1]])))
-        assert cache.residency.free_slots == 0
-        assert cache.live_stats().total().vacated == 0
 
     def test_the_first_layer_goes_by_its_last_rows_of_the_forward_before(self, make: Make) -> None:
         asked: list[int] = []
@@ -173,29 +138,6 @@ def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
 
 
 class TestWriteback:
-    @pytest.mark.parametrize("native", [False, True])
-    def test_each_reuse_of_a_slot_is_counted_once(self, native: bool, make: Make) -> None:
-        cache = make(2, writeback=True, link=_core.ThreadLink(1e9, 0.0) if native else None)
-        forward(cache, 0, 0, 1)
-        assert cache.live_stats().total().bytes_written_back == 0  # nobody was in the slots
-        forward(cache, 1, 0, 1)
-        forward(cache, 1, 0, 1)
-        assert cache.layer_stats(1).bytes_written_back == 2 * BYTES
-        cache.core.vacate(2, 0)
-        assert cache.live_stats().total().bytes_written_back == 2 * BYTES  # freed, not used again yet
-        forward(cache, 0, 3)
-        assert cache.layer_stats(0).bytes_written_back == BYTES
-        slot = cache.pool.slot(cache.residency.slot(3))
-        assert all((tensor == 1.0).all() for tensor in slot)  # what was copied in last
-        if native:
-            total = cache.live_stats().total()
-            assert total.link_s == pytest.approx((total.bytes_loaded + total.bytes_written_back) / 1e9)
-            assert total.writeback_link_s == pytest.approx(total.bytes_written_back / 1e9)
-        total = cache.live_stats().total()
-        assert total.writebacks == 3
-        assert 0 < total.writeback_link_s < total.total_io_s
-        assert 0 <= total.writeback_blocked_s <= total.blocked_io_s
-
     def test_the_link_is_busy_both_ways(self) -> None:
         """A replay's copies take twice the time once slots are used again."""
         header, step = traces.header(), Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)

@@ -248,40 +248,6 @@ def test_an_unimportant_use_of_a_replica_loads_nothing_and_an_important_one_all(
     assert mixed.cache.states()[:2] == [State.RESIDENT, State.RESIDENT]
 
 
-def test_each_kind_has_its_own_victims_and_waves(mixed: Mixed) -> None:
-    mixed.forward(0, [0, 1, 2], [3, 4])
-    mixed.forward(1, [], [0, 1])  # the replicas of layer 0 give way, its experts in full do not
-    assert [mixed.residency.state(k) for k in (0, 1, 2)] == [State.RESIDENT] * 3
-    assert [mixed.residency.state(KEYS + k) for k in (3, 4, 6, 7)] == [State.ABSENT] * 2 + [State.RESIDENT] * 2
-    mixed.forward(0, [3, 4, 5, 0], [1, 2])  # four in full on three slots, two of replicas
-    mixed.forward(1, [0], [1, 2, 3, 4, 5])  # five replicas on two slots
-    assert mixed.stats.layers[1].waves > mixed.stats.layers[1].forwards
-    mixed.cache.flush()
-    mixed.cache.check_integrity()
-    assert not list(mixed.residency.held())
-
-
-def test_guesses_of_either_kind(mixed: Mixed) -> None:
-    cache, residency = mixed.cache, mixed.residency
-    mixed.forward(0, [0], [1])
-    assert cache.prefetch([6, KEYS + 7, KEYS + 0]) == 2  # 0 is there in full
-    mixed.settle()
-    assert residency.state(6) == residency.state(KEYS + 7) == State.RESIDENT
-    mixed.forward(1, [0], [1])
-    stats = mixed.stats.layers[1]
-    assert (stats.hits, stats.prefetched_hits, stats.low_bit_hits) == (2, 2, 1)
-    assert (stats.bytes_loaded_prefetch, stats.bytes_loaded_low_bit) == (FULL + LOW, LOW)
-    held = set(residency.held())
-    assert cache.prefetch([KEYS + 8], frozenset({1, 7})) == 0  # nobody may go: what is nearer needs both replicas
-    assert set(residency.held()) == held
-    assert cache.prefetch([KEYS + 8], frozenset({KEYS + 1})) == 1
-    mixed.settle()
-    assert residency.state(KEYS + 7) == State.ABSENT
-    cache.prefetch([9, KEYS + 10])
-    cache.core.drop_stale(1, [])
-    mixed.settle()
-
-
 def test_who_runs_on_a_replica(mixed: Mixed) -> None:
     low_bits = LowBits(MixedPrecision(0.6, 0.9, renormalise=True), mixed.cache, EXPERTS)
     ids, weights = torch.tensor([[3, 0, 5, 2]]), torch.tensor([[0.5, 0.25, 0.2, 0.05]])

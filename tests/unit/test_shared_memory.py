@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SLOT_BYTES, Fixture, GatedDevice, Rig
@@ -28,8 +27,6 @@ from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.serving import steps
 from tiermoe.actors.engine.serving.shared_memory import SectorPool, SharedMemory
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policies.residency import ResidencyError, State
-from tiermoe.actors.policies.worth import WorthOrder
 from tiermoe.actors.settings import KvSettings, shared_bytes
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import ExpertShape
@@ -247,38 +244,6 @@ def test_experts_leave_in_order_of_eviction_and_the_others_move(cached: Fixture)
     assert cached.resident() == {4, 5, 1, 0, 2}
     check_weights(cached)
     assert cached.stats.expert_bytes_peak == 6 * SLOT_BYTES
-
-
-def test_an_order_by_layers_gives_up_slots_of_all_layers() -> None:
-    """Guards one call for all victims: whole layers left, and the others kept more than their share."""
-    made = Fixture(LAYERS, GatedDevice(), most=KEYS, eviction=WorthOrder(LAYERS, EXPERTS))
-    assert isinstance(made.cache.eviction, WorthOrder)
-    made.cache.eviction.bind(KEYS, np.zeros((LAYERS, EXPERTS)))
-    made.cache.resize(KEYS)
-    for layer in range(LAYERS):
-        made.forward(layer, *range(EXPERTS))
-    made.cache.resize(2 * LAYERS)
-    assert [sum(key // EXPERTS == layer for key in made.resident()) for layer in range(LAYERS)] == [2] * LAYERS
-    check_weights(made)
-    made.cache.close()
-
-
-def test_a_pinned_expert_keeps_its_slot(cached: Fixture) -> None:
-    cached.forward(0, 0, 1, 2, 3)
-    plan = cached.begin(0, 3)
-    with pytest.raises(ResidencyError, match="expert 3 cannot move from slot 3"):
-        cached.cache.resize(2)
-    assert (cached.residency.slots, cached.residency.state(3)) == (6, State.RESIDENT)
-    check_weights(cached)
-    cached.end(plan)
-    cached.cache.resize(2)
-    check_weights(cached)
-
-
-@pytest.mark.parametrize("slots", [0, 1, 7])
-def test_slots_stay_within_their_bounds(cached: Fixture, slots: int) -> None:
-    with pytest.raises(ValueError, match="not within"):
-        cached.cache.resize(slots)
 
 
 @pytest.mark.parametrize("seed", range(6))
