@@ -28,8 +28,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _SERVE + " --server-config {0} #4": ("set request_deadline_s", "limits: {request_s: 5}"),
     _SERVE + " --server-config {0} #5": ("no tokenizer in '/nowhere'", "tokenizer: /nowhere"),
     _SERVE + " --server-config {0} #6": ("'https://a.example/x' is no origin", "allow_origins: [https://a.example/x]"),
-    _SERVE + " --server-config {0} #7": ("start more servers with `tiermoe serve --attach`", "replicas: 2"),
-    _SERVE + " --edge-replicas 2": ("start more servers with `tiermoe serve --attach`",),
     _SERVE + " --api-key-file /nowhere/key": ("cannot be read",),
     _SERVE + " --chat-template /nowhere/template": ("cannot be read",), _SERVE + " --deployment abcdef": ("--attach",),
     _SERVE + " --allow-origin https://a.example --allow-origin a.example": ("'a.example' is no origin; give",),
@@ -93,12 +91,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "prepare {store} {folder}/out --cache-dir {folder}": ("OUT and --cache-dir are both given",),
     **{f"prepare {{store}} {option} {{binary}}": ("text.bin",) for option in ("--gates", "--predictors")},
     _PROFILE + " {text} --profile-trace {trace}": ("both given",),
-    "prepare {store} --profile-figures x": ("--profile-figures is given without --profile",),
-    "prepare {store} --profile-warmup-weight 0.5": ("--profile-warmup-weight is given without",),
-    "prepare {store} --profile-trace x --profile-outputs 5": ("a trace has no outputs",),
-    _PROFILE + " {text} --profile-outputs 0": ("--profile-outputs is 0",),
-    _PROFILE + " {text} --profile-warmup -1": ("--profile-warmup is -1",),
-    _PROFILE + " {text} --profile-warmup-weight 0.5": ("add --profile-warmup",),
     _PROFILE + " nowhere.txt": ("nowhere.txt",), _PROFILE + " {text} --force": ("a store already",),
 }  # fmt: skip
 
