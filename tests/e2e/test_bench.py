@@ -45,7 +45,8 @@ from tiermoe.cluster.jobs.bench.serving import own_store
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
 from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.jobs.prepare.calibration import read_texts
-from tiermoe.cluster.jobs.prepare.profile import profile_text
+from tiermoe.cluster.jobs.profile import ProfileOptions
+from tiermoe.cluster.jobs.profile.collect_profile import profile_text
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.write_text("\n".join(read_texts(default_model_dir() / "calibration"))[:2500])
     store = own_store(run_config(None), folder)
     assert all(file.stat().st_nlink == 1 for file in store.iterdir())  # links would disturb who serves the files
-    profile_text(store, default_model_dir(), text, output_tokens=256, progress=False)
+    profile_text(store, default_model_dir(), text, ProfileOptions(output_tokens=256), progress=False)
     return store
 
 

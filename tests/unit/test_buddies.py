@@ -30,6 +30,7 @@ from tiermoe.actors.policies.buddymoe.buddies import (
     entropy_threshold,
     output_shares,
     renormalised,
+    warmup_weights,
 )
 
 E, K = 7, 3
@@ -46,17 +47,24 @@ def _routing(tokens: int, seed: int, experts: int = E, top: int = K) -> tuple[np
 @pytest.mark.parametrize("top", [1, 2, 3])
 def test_counts_are_those_of_the_definition(top: int) -> None:
     ids, shares = _routing(40, 1, top=top)
+    weight = np.linspace(0, 2, 40)
     counts = Coactivations(E)
-    counts.add(ids[:15], shares[:15])
-    counts.add(ids[15:], shares[15:])
+    counts.add(ids[:15], shares[:15], weight[:15])
+    counts.add(ids[15:], shares[15:], weight[15:])
     for i in range(E):
         mine = [t for t in range(40) if i in ids[t]]
-        assert counts.activations[i] == len(mine)
+        assert counts.activations[i] == pytest.approx(sum(weight[t] for t in mine))
         for j in range(E):
             both = [t for t in mine if j in ids[t] and i != j]
-            assert counts.binary[i, j] == len(both)
+            assert counts.binary[i, j] == pytest.approx(sum(weight[t] for t in both))
             least = [min(shares[t][list(ids[t]).index(i)], shares[t][list(ids[t]).index(j)]) for t in both]
-            assert counts.weighted[i, j] == pytest.approx(sum(least))
+            expected = sum(weight[t] * share for t, share in zip(both, least, strict=True))
+            assert counts.weighted[i, j] == pytest.approx(expected)
+
+
+def test_warm_up_steps_count_less() -> None:
+    assert warmup_weights(np.arange(5), 2, 0.25).tolist() == [0.25, 0.25, 1, 1, 1]
+    assert warmup_weights(np.arange(3), 0, 0.0).tolist() == [1, 1, 1]
 
 
 def test_shares_of_the_picked_experts_sum_to_one() -> None:
@@ -167,7 +175,7 @@ def test_output_shares_and_blends() -> None:
 def _profile(outputs: bool = True) -> ExpertProfile:
     routing = RoutingCounts(E)
     ids, shares = _routing(100, 3)
-    routing.add(ids, shares)
+    routing.add(ids, shares, np.ones(100))
     y = np.random.default_rng(4).normal(size=(100, E, 5))
     dots, norms = np.zeros((E, E)), np.zeros((E, E))
     for t in range(100):
@@ -245,7 +253,7 @@ def test_entropy_at_its_ends() -> None:
 @pytest.mark.parametrize("percentile", [0, 10, 15, 50, 100])
 def test_tau_is_a_percentile(percentile: float) -> None:
     _, shares = _routing(2000, 6)
-    counts = entropy_counts(shares)
+    counts = entropy_counts(shares, np.ones(2000))
     for temperature in TEMPERATURES:
         tau = entropy_threshold(counts, percentile, temperature)
         found = activating_entropy(shares, temperature)

@@ -124,7 +124,7 @@ def _within(module: str, part: str) -> bool:
         (("cluster.config", "cluster.host"), ("cluster.topology", "cluster.jobs")),
         ("cluster.topology", ("cluster.jobs", "cluster.deploy")),
         ("cluster.checkpoints", ("cluster.jobs", "cluster.topology", "cluster.deploy")),
-        (("cluster.jobs.evaluate", "cluster.jobs.prepare", "cluster.jobs.record"),
+        (("cluster.jobs.evaluate", "cluster.jobs.prepare", "cluster.jobs.profile", "cluster.jobs.record"),
          ("cluster.jobs.bench",)),
         (_LOWEST, _PARTS),
         ((*_PARTS, *_LOWEST), ("benchmarks", "tests")),
