@@ -8,7 +8,6 @@ import pytest
 from cache_rigs import tops_and_bottoms
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
@@ -100,25 +99,6 @@ def test_victims_are_of_their_class() -> None:
 
 
 POLICY: dict[str, Any] = {"name": "test", "lossless": True}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"split": {"kind": "off", "theta": 0.4}}, "leave theta out"),
-        ({"split": {"kind": "fixed", "tau": 10}}, "tau: only an adaptive split"),
-        ({"split": {"kind": "fixed", "theta": 1.5}}, "less than or equal to 1"),
-        ({"split": {"kind": "fixed"}, "preload": "all"}, "leave preload out"),
-        ({"split": {"kind": "fixed"}, "placement": {"kind": "monde"}}, "moves whole experts"),
-        (
-            {"split": {"kind": "fixed"}, "eviction": "expert-map", "prefetch": {"kind": "expert-map"}},
-            "split those of each apart",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        PolicySettings.model_validate(POLICY | values)
 
 
 def test_several_shards_are_refused() -> None:

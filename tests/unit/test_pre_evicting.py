@@ -14,7 +14,6 @@ import traces
 from cache_rigs import begin_layer, end_layer
 from numpy.typing import NDArray
 from orders_reference import Lru
-from pydantic import ValidationError
 from reference import LayerPlan
 
 from tiermoe.actors.budget import Budget
@@ -183,19 +182,3 @@ def test_a_replay_frees_slots_ahead_and_fetches_only_what_is_used(preset: str, t
 
 def preset(**changes: Any) -> PolicySettings:
     return PolicySettings.model_validate({"name": "test", "lossless": True} | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"eviction": "importance"}, "pre_evict"),
-        ({"lossless": False, "routing": {"kind": "budget-aware"}}, "pre_evict"),
-        ({"routing": {"kind": "budget-aware"}, "pre_evict": {"kind": "release-target"}}, "not lossless"),
-        ({"pre_evict": {"kind": "release-target"}, "preload": "all"}, "preload"),
-        ({"pre_evict": {"kind": "release-target"}, "split": {"kind": "fixed"}}, "split"),
-        ({"evict_writeback": True, "split": {"kind": "fixed"}}, "split"),
-    ],
-)
-def test_settings_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        preset(**changes)

@@ -9,7 +9,6 @@ import pytest
 from buddymoe_reference import exp, log, margin, permitted, token_entropy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.policies.buddymoe import MissRule, RandomRule, no_buddies
@@ -338,24 +337,3 @@ def test_drop_leaves_out_what_is_missing() -> None:
     assert found.ids.tolist() == [[1, 1, 2], [2, 2, 2]]
     np.testing.assert_allclose(found.weights, [[0, 0.6, 0.4], [0, 0, 1]], rtol=1e-6)
     assert (found.substituted, found.dropped) == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("on_miss", "options", "message"),
-    [
-        ("load", {"rho": 3}, "does not use substitution's rho"),
-        ("drop", {"rho": 3}, "does not use substitution's rho"),
-        ("random", {"alpha": 0.5}, "does not use substitution's alpha"),
-        ("substitute", {"tau": 0.5, "percentile": 10}, "either given or a percentile"),
-        ("substitute", {"beta": 0.5, "link_ms": 1}, "adapts to link_ms"),
-        ("substitute", {"temperature": 1.1}, "of the gates by entropy"),
-        ("substitute", {"mix": 0.1}, "of the ranking by a blend"),
-        ("substitute", {"by": "output", "weighted": True}, "leaves out"),
-    ],
-)
-def test_settings_that_would_do_nothing_are_refused(on_miss: str, options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        PolicySettings(
-            name="test", lossless=False, on_miss=on_miss,  # type: ignore[arg-type]
-            substitution=dict(**options),  # type: ignore[arg-type]
-        )  # fmt: skip
