@@ -14,6 +14,8 @@ from orders_reference import Lru
 
 from tiermoe.actors.core._core import Clock, Governor, VirtualLink
 from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.links import CacheLink
+from tiermoe.actors.engine.cache.slots import SlotMap
 from tiermoe.actors.engine.host_view import HostViews, LayerView
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
@@ -159,10 +161,8 @@ def virtual_cache(layers: int, experts: int, slots: int) -> ExpertCache:
     """Of experts of a byte that move nothing, each copy in a second of `clock`."""
     clock, pool, nowhere = Clock(), PoolSize(slots, 1, slots), None
     stats = EngineStats(layers=[LayerStats() for _ in range(layers)])
-    return ExpertCache(
-        pool, [nowhere] * layers, nowhere, experts, slots, 1, Lru(), stats, Timeline(False),
-        VirtualLink(clock, float, 0.0), clock,
-    )  # fmt: skip
+    where = SlotMap(pool, [nowhere] * layers, experts, slots, 1)
+    return ExpertCache(where, CacheLink(VirtualLink(clock, float, 0.0), clock), Lru(), stats, Timeline(False))
 
 
 class FakeShards:

@@ -13,10 +13,10 @@ import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, NEURONS, SHAPE
 from orders_reference import reference_of
 
-from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.cache.device import CpuDevice, PlainActivations
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.device import PlainActivations
+from tiermoe.actors.engine.cache.places import thread_link
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.executors import executor_of
 from tiermoe.actors.engine.hooks import Hooks
@@ -39,7 +39,6 @@ from tiermoe.actors.policies.prefetch import NextGatePrefetch, RandomPrefetch
 from tiermoe.actors.policies.registry import PolicyContext, make, options
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.policies.slot_classes import SlotClasses, make_eviction
-from tiermoe.actors.settings import LinkSettings
 from tiermoe.kernels.expert_ffn import CpuKernel, ExpertKernel, Operands, TorchKernel
 from tiermoe.kernels.router import LinearRouter
 
@@ -115,12 +114,11 @@ class Stack:
             for _ in range(LAYERS)
         ]
         self.pool = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu"))
-        self.link = _core.ThreadLink(0.0 if gbps is None else gbps * 1e9, 0.0)
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
-        self.cache = ExpertCache(
-            self.pool, self.weights, CpuDevice(LinkSettings()), EXPERTS, slots, SHAPE.nbytes(4), eviction, self.stats,
-            Timeline(False), self.link, min_useful=min_useful, split=split, writeback=writeback,
-        )  # fmt: skip
+        where = SlotMap(self.pool, self.weights, EXPERTS, slots, SHAPE.nbytes(4), split)
+        link = thread_link(where, 0.0 if gbps is None else gbps * 1e9, 0.0)
+        self.link: Any = link.core
+        self.cache = ExpertCache(where, link, eviction, self.stats, Timeline(False), min_useful, writeback)
 
     make_kernel: Callable[[SlotPool], ExpertKernel] = staticmethod(kernel_of)
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.engine import ExpertEngine, PeerLinks
+from tiermoe.actors.engine.make_cache import ModelExperts
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.model.attention import steady_sdpa
 from tiermoe.actors.engine.model.kernels import KernelPlan
@@ -221,10 +222,14 @@ class Bench:
             made = stack.enter_context(closing(make_device(device.type, settings.link)))
             tables = policy.replica_widths or policy.needs_popularity
             engine = ExpertEngine(
-                settings, expert, self.host.layers, blocks, shape.top_k, made, self.context.dtype, links,
-                random_tables(layers, shape.experts) if policy.uses_ndp and tables else None, (),
-                matcher, artifacts=artifacts, replicas=replicas,
-            )  # fmt: skip
+                settings,
+                ModelExperts(expert, self.host.layers, self.context.dtype, shape.top_k, replicas=replicas),
+                blocks,
+                made,
+                PeerLinks(links, matcher=matcher),
+                artifacts,
+                random_tables(layers, shape.experts) if policy.uses_ndp and tables else None,
+            )
             stack.callback(remove_hooks)
             stack.enter_context(closing(engine))
             if engine.prefetching is not None:

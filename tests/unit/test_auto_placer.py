@@ -19,7 +19,9 @@ from orders_reference import Worth
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
+from tiermoe.actors.engine.cache.links import loader_link
+from tiermoe.actors.engine.cache.loader import Loader
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotMemory, SlotPool
 from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.model.native import Joined
@@ -168,10 +170,10 @@ class Rig:
         pool = SlotPool.allocate(BIASED, slots, torch.float32, torch.device("cpu"), memory)
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         self.planner, self.pool = Scripted(), Pool()
+        where = SlotMap(pool, weights, EXPERTS, slots, BIASED.nbytes(4), memory=memory)
         self.cache = ExpertCache(
-            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), WorthOrder(LAYERS, EXPERTS), self.stats,
-            Timeline(False), memory=memory,
-        )  # fmt: skip
+            where, loader_link(Loader(device), where), WorthOrder(LAYERS, EXPERTS), self.stats, Timeline(False)
+        )
         self.residency, order = self.cache.residency, self.cache.eviction
         assert isinstance(order, WorthOrder)
         self.order = order

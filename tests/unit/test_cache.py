@@ -16,9 +16,9 @@ import torch
 from cache_rigs import SLOT_BYTES, TIMEOUT_S, Fixture, Make, caches
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.make_cache import ModelExperts, make_cache
 from tiermoe.actors.engine.stats import LayerStats, Timeline
 from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.actors.policy_settings import PolicySettings
@@ -344,5 +344,5 @@ def test_a_gpu_without_room_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(SlotPool, "allocate", full)
     with pytest.raises(BudgetError, match=f"cache of {size(shape.nbytes(4))} .*GPU 0 has 1 GiB free") as found:
-        make_cache(settings, shape, weights, CpuDevice(LinkSettings()), torch.float32, 2)
+        make_cache(settings, ModelExperts(shape, weights, torch.float32), CpuDevice(LinkSettings()), 2)
     assert "smaller budget" in str(found.value)

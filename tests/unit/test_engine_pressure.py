@@ -19,6 +19,7 @@ from torch import nn
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.make_cache import ModelExperts
 from tiermoe.actors.engine.model import model as operator
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.policies.residency import State
@@ -170,8 +171,9 @@ def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch: pytest.Monkey
     policy = PolicySettings(name="test", lossless=True, preload="all")
     with pytest.raises(RuntimeFailure, match="the mapping is gone"):
         ExpertEngine(
-            EngineSettings(policy=policy, budget=Budget(share=1.0), device="cpu"), case.shape, case.weights,
-            [MoeBlock(nn.Module(), gate, "silu", None, None)], 2, CpuDevice(LinkSettings()), torch.float32,
+            EngineSettings(policy=policy, budget=Budget(share=1.0), device="cpu"),
+            ModelExperts(case.shape, case.weights, torch.float32, 2),
+            [MoeBlock(nn.Module(), gate, "silu", None, None)], CpuDevice(LinkSettings()),
         )  # fmt: skip
     assert (loader_threads(), len(operator._layers)) == before
 

@@ -20,9 +20,9 @@ from tiermoe.actors.engine.cache import device as cpu_device
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Loader, LoadJob
-from tiermoe.actors.engine.cache.make_link import make_link
 from tiermoe.actors.engine.cache.places import linkable
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
+from tiermoe.actors.engine.make_cache import make_link
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.residency import State
@@ -234,11 +234,12 @@ class Linked:
         for tensor in self.pool.tensors:
             tensor.zero_()
         device = CpuDevice(link)
-        found = make_link(device, self.pool, self.weights)
-        assert isinstance(found, _core.ThreadLink)
+        where = SlotMap(self.pool, self.weights, EXPERTS, slots, BYTES)
+        found = make_link(device, where)
+        assert isinstance(found.core, _core.ThreadLink)
         self.cache = ExpertCache(
-            self.pool, self.weights, device, EXPERTS, slots, BYTES, Lru(),
-            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), found, writeback=writeback,
+            where, found, Lru(), EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False),
+            writeback=writeback,
         )  # fmt: skip
         self._seen = _core.Watched()
         self.cache.core.watch(self._seen)
@@ -372,9 +373,9 @@ def weights(dtype: torch.dtype) -> list[LayerWeights]:
 def test_what_it_cannot_convert_is_left_to_torch(stored: torch.dtype, kept: torch.dtype, native: bool) -> None:
     shape = ExpertShape(num_experts=4, intermediate=8, hidden=16, gates=2, has_bias=False)
     pool = SlotPool.allocate(shape, 2, kept, torch.device("cpu"))
-    link = make_link(CpuDevice(LinkSettings()), pool, weights(stored))
+    link = make_link(CpuDevice(LinkSettings()), SlotMap(pool, weights(stored), 4, 2, BYTES)).core
     link.close()
-    assert isinstance(link, _core.ThreadLink if native else Loader)
+    assert isinstance(link, _core.ThreadLink if native else _core.PythonLink)
 
 
 def test_promises_are_left_to_the_loader_that_can_wait_for_them() -> None:

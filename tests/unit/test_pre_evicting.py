@@ -20,10 +20,12 @@ from serving import policy
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
-from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.links import loader_link
+from tiermoe.actors.engine.cache.loader import Loader
+from tiermoe.actors.engine.cache.places import thread_link
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
 from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
 from tiermoe.actors.engine.rerouting import reroute_view
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
@@ -52,16 +54,18 @@ def make() -> Iterator[Make]:
     made: list[ExpertCache] = []
 
     def cache(
-        slots: int, eviction: EvictionPolicy | None = None, writeback: bool = False, link: _core.Link | None = None
+        slots: int, eviction: EvictionPolicy | None = None, writeback: bool = False, native: bool = False
     ) -> ExpertCache:
         weights = [
             LayerWeights(tuple(torch.full(shape, float(layer + 1)) for shape in SHAPE.stacked().values()))
             for layer in range(LAYERS)
         ]
+        pool = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu"))
+        where = SlotMap(pool, weights, EXPERTS, slots, BYTES)
         found = ExpertCache(
-            SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu")), weights, CpuDevice(LinkSettings()),
-            EXPERTS, slots, BYTES, eviction or Lru(), EngineStats(layers=[LayerStats() for _ in range(LAYERS)]),
-            Timeline(False), link, writeback=writeback,
+            where, thread_link(where, 1e9, 0.0) if native else loader_link(Loader(CpuDevice(LinkSettings())), where),
+            eviction or Lru(), EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False),
+            writeback=writeback,
         )  # fmt: skip
         made.append(found)
         return found
@@ -186,7 +190,7 @@ def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
 class TestWriteback:
     @pytest.mark.parametrize("native", [False, True])
     def test_each_reuse_of_a_slot_is_counted_once(self, native: bool, make: Make) -> None:
-        cache = make(2, writeback=True, link=_core.ThreadLink(1e9, 0.0) if native else None)
+        cache = make(2, writeback=True, native=native)
         forward(cache, 0, 0, 1)
         assert cache.live_stats().total().bytes_written_back == 0  # nobody was in the slots
         forward(cache, 1, 0, 1)

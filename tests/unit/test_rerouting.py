@@ -23,9 +23,9 @@ from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
-from tiermoe.actors.engine.cache.make_link import make_link
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
 from tiermoe.actors.engine.host_view import HostViews, LayerView, share
+from tiermoe.actors.engine.make_cache import make_link
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.engine.rerouting import LowBits, Rerouter
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
@@ -220,10 +220,10 @@ class Mixed:
         part = make_part(ReplicaWeights(PACKED, self.replicas), 2, torch.device("cpu"))
         assert part.slot_bytes == LOW
         pool = SlotPool.allocate(SHAPE, 3, torch.float32, torch.device("cpu"))
+        where = SlotMap(pool, self.weights, EXPERTS, 3, FULL, low_bit=part)
         self.cache = ExpertCache(
-            pool, self.weights, device, EXPERTS, 3, FULL, with_replicas(LAYERS, EXPERTS),
+            where, make_link(device, where), with_replicas(LAYERS, EXPERTS),
             EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(True),
-            make_link(device, pool, self.weights, replicas=self.replicas), low_bit=part,
         )  # fmt: skip
         self.residency = self.cache.residency
         assert isinstance(part.pool, ReplicaPool)

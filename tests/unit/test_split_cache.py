@@ -22,7 +22,15 @@ from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
-from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, PendingSegment, SharedPending, SlotPool
+from tiermoe.actors.engine.cache.links import loader_link
+from tiermoe.actors.engine.cache.slots import (
+    LayerWeights,
+    PendingExpert,
+    PendingSegment,
+    SharedPending,
+    SlotMap,
+    SlotPool,
+)
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
@@ -50,10 +58,11 @@ class Split:
         self.weights = [LayerWeights(tuple(torch.randn(s, generator=generator) for s in shapes)) for _ in range(LAYERS)]
         device = CpuDevice(LinkSettings())
         self.loader = KnownLoader(device)
+        pool = SlotPool.allocate(SHAPE, 4, torch.float32, torch.device("cpu"))
+        where = SlotMap(pool, self.weights, EXPERTS, 4, SHAPE.nbytes(4), cut)
         self.cache = ExpertCache(
-            SlotPool.allocate(SHAPE, 4, torch.float32, torch.device("cpu")), self.weights, device, EXPERTS, 4,
-            SHAPE.nbytes(4), tops_and_bottoms(LAYERS, EXPERTS),
-            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False), self.loader, split=cut,
+            where, loader_link(self.loader, where), tops_and_bottoms(LAYERS, EXPERTS),
+            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), Timeline(False),
         )  # fmt: skip
         self.residency = self.cache.residency
 

@@ -11,13 +11,12 @@ from fake_gpu import FakeGpu
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
-from tiermoe.actors.engine.cache.make_link import make_link
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
 from tiermoe.actors.engine.cache.sources import Sources
 from tiermoe.actors.engine.cuda import device as cuda_device
 from tiermoe.actors.engine.cuda.device import CudaDevice, fill_pages
 from tiermoe.actors.engine.cuda.staging import Staging
-from tiermoe.actors.engine.cuda.stream_link import StreamLinking
+from tiermoe.actors.engine.make_cache import make_link, pinned_layers
 from tiermoe.actors.settings import CopySettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.kernels.pack import PackedShape
@@ -305,14 +304,14 @@ def test_the_queue_follows_the_device_and_what_is_pinned() -> None:
         for one in layers(2)
     ]
     pool = SlotPool.allocate(shape, 2, torch.float32, torch.device("cpu"))
-    link = make_link(CpuDevice(LinkSettings()), pool, stores)
+    where = SlotMap(pool, stores, 2, 2, shape.nbytes(4))
+    link = make_link(CpuDevice(LinkSettings()), where).core
     assert isinstance(link, _core.ThreadLink)
     link.close()
     gpu, cuda = device()
     gpu.refuse = lambda address, nbytes: len(gpu.registered) == 1
     cuda.pin(stores, CopySettings())
-    linking = make_link(cuda, pool, stores, CopySettings(ahead_mib=2))
-    assert isinstance(linking, StreamLinking)
-    assert linking.pinned == (True, False)
-    assert linking.ahead_bytes == 2 << 20
-    assert linking.cast_bytes > 0  # bfloat16 arrives, float32 is kept
+    assert pinned_layers(cuda, where) == [True, False]
+    streams = make_link(cuda, where, CopySettings(ahead_mib=2)).core
+    assert isinstance(streams, _core.StreamLink)
+    streams.close()

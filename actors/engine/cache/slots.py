@@ -87,13 +87,13 @@ class SlotMemory:
 
     def __init__(self, device: Device, least: int, most: int) -> None:
         self.least, self.most = least, most
-        self._device, self._slots = device, least
+        self.device, self._slots = device, least
         self._arenas: list[tuple[Arena, int]] = []  # with the bytes of a slot there
 
     def tensor(self, dims: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """[most, *dims]. Raises torch.OutOfMemoryError: there is no room for `least` slots."""
         nbytes = math.prod(dims) * dtype.itemsize
-        arena = self._device.arena(self.most * nbytes)
+        arena = self.device.arena(self.most * nbytes)
         arena.resize(self.least * nbytes)
         self._arenas.append((arena, nbytes))
         return arena.tensor.view(dtype).view(self.most, *dims)
@@ -271,16 +271,23 @@ class SlotMap:
     is a segment that stands in for its expert's.
 
     Args:
+        pool: the slot tensors, allocated once; `pool.bytes` is the whole expert memory, with `memory` at its most.
         weights: the sources of each MoE layer's experts. experts: of a layer. slots, slot_bytes: for whole experts.
-        low_bit: further slots, for replicas; not with a split.
+        split: how slots are divided between tops and bottoms; None: a slot is a whole expert, for good.
+        low_bit: further slots within the same budget, for low-bit replicas; not with a split.
+        memory: of the pool, if its last slots come and go: of whole experts.
+
+    Raises:
+        ValueError: the split does not fit the pool.
     """
 
     def __init__(
         self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], experts: int, slots: int, slot_bytes: int,
-        low_bit: LowBitPart | None = None,
+        split: SplitLayout | None = None, low_bit: LowBitPart | None = None, memory: SlotMemory | None = None,
     ) -> None:  # fmt: skip
-        self.pool, self._weights, self.experts, self.keys = pool, weights, experts, experts * len(weights)
-        self._expert_bytes, self._neurons, self.whole_slots, self.low_bit = slot_bytes, pool.neurons, slots, low_bit
+        self.pool, self.weights, self.experts, self.keys = pool, weights, experts, experts * len(weights)
+        self.slot_bytes, self.neurons, self.whole_slots = slot_bytes, pool.neurons, slots
+        self.low_bit, self.memory = low_bit, memory
         self._forms: Published | None = getattr(pool, "published", None)  # of a `FormPool`: layers may differ
         self.segments: Segments | None = None
         layers = [key // experts for key in range(self.keys)]
@@ -294,6 +301,13 @@ class SlotMap:
         self._sources: dict[int, Tensors] = {}  # found before: of each segment
         self._targets: dict[tuple[int, int], Tensors] = {}  # found before: of each slot and number of bytes
         self._shared: weakref.WeakValueDictionary[int, SharedPending] = weakref.WeakValueDictionary()
+        if split is not None:
+            self.divide(split)
+
+    @property
+    def most_slots(self) -> int:
+        """Whole slots that there may be at some time."""
+        return self.whole_slots if self.memory is None else self.memory.most
 
     @property
     def split(self) -> SplitLayout | None:
@@ -302,10 +316,10 @@ class SlotMap:
 
     def check(self, split: SplitLayout) -> None:
         """Raise ValueError unless the pool can be divided so."""
-        if split.neurons != self._neurons or len(split.tops) != len(self._weights):
+        if split.neurons != self.neurons or len(split.tops) != len(self.weights):
             raise ValueError(
                 f"a split of {len(split.tops)} layers and experts of {split.neurons} neurons; "
-                f"there are {len(self._weights)} layers and {self._neurons} neurons"
+                f"there are {len(self.weights)} layers and {self.neurons} neurons"
             )
         if split.total_neurons > self.pool.total_neurons:
             raise ValueError(f"a split of {split.total_neurons} neurons, the pool has {self.pool.total_neurons}")
@@ -316,7 +330,7 @@ class SlotMap:
         """Divide the slots of an empty cache by a split. Raises ValueError, and changes nothing, as `check`."""
         self.check(split)
         self.segments = segments = Segments(split, self.experts)
-        self._bytes[:] = [n * self._expert_bytes // self._neurons for n in segments.neurons]
+        self._bytes[:] = [n * self.slot_bytes // self.neurons for n in segments.neurons]
         self._sources.clear()
         self._targets.clear()
 
@@ -338,16 +352,16 @@ class SlotMap:
     def class_bytes(self) -> Sequence[int]:
         """Of a slot of each class."""
         if self.segments is not None:
-            return [n * self._expert_bytes // self._neurons for n in self.segments.slot_neurons]
-        return [self._expert_bytes] if self.low_bit is None else [self._expert_bytes, self.low_bit.slot_bytes]
+            return [n * self.slot_bytes // self.neurons for n in self.segments.slot_neurons]
+        return [self.slot_bytes] if self.low_bit is None else [self.slot_bytes, self.low_bit.slot_bytes]
 
-    def layout(self, most: int) -> _core.Layout:
-        """As the core is told. most: slots that there may be at some time."""
+    def layout(self) -> _core.Layout:
+        """As the core is told."""
         segments = self.segments
         return _core.Layout(
-            len(self._weights), self.experts, 1 if segments is None and self.low_bit is None else 2, self.class_of,
-            self.class_slots, [] if segments is None else segments.neurons, self._bytes, segments is not None, most,
-            [] if segments is None else segments.first,
+            len(self.weights), self.experts, 1 if segments is None and self.low_bit is None else 2, self.class_of,
+            self.class_slots, [] if segments is None else segments.neurons, self._bytes, segments is not None,
+            self.most_slots, [] if segments is None else segments.first,
         )  # fmt: skip
 
     def source(self, segment: int) -> Tensors | PendingExpert:
@@ -359,7 +373,7 @@ class SlotMap:
         if self.low_bit is not None and segment >= self.keys:
             found = self.low_bit.weights[layer].expert(expert)
         else:
-            found = self._weights[layer].expert(expert)
+            found = self.weights[layer].expert(expert)
         if segments is not None:
             begin, end = segments.begins[segment], segments.begins[segment] + segments.neurons[segment]
             if not isinstance(found, tuple):

@@ -479,7 +479,7 @@ def _monde_choice(
     """
     profile = settings.ndp.profile
     first_s, further_s = expert_seconds(kernel, cache.pool)
-    emulated = cache.device.executor == "emulated"
+    emulated = cache.stats.executor == "emulated"
     load = link_seconds(settings.link, cache.residency.slot_bytes, emulated, profile.link_gbps)
     row_bytes = 4 * shape.hidden  # float32 over the channel
     published = getattr(cache.pool, "published", None)
