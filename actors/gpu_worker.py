@@ -115,13 +115,13 @@ class GpuWorker:
         from .engine.cache.device import settle_budget
         from .engine.cache.low_bits import open_replica_weights
         from .engine.cache.sources import open_sources
+        from .engine.dense.compile import CompiledDense
         from .engine.describe import describe
         from .engine.engine import ExpertEngine, PeerLinks
         from .engine.make_cache import ModelExperts
         from .engine.make_device import make_device
         from .engine.model.architecture import left_out
         from .engine.model.attention import attention_of_steps
-        from .engine.model.compile import CompiledDense
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .store.artifacts import read_policy_artifacts
 

@@ -19,7 +19,8 @@ from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.links import CacheLink, loader_link
 from tiermoe.actors.engine.cache.loader import Loader, LoadJob
-from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart, SlotMap, SlotMemory, SlotPool
+from tiermoe.actors.engine.cache.slot_map import SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart, SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_link import stream_link
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline

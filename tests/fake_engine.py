@@ -15,7 +15,7 @@ from orders_reference import Lru
 from tiermoe.actors.core._core import Clock, Governor, VirtualLink
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.links import CacheLink
-from tiermoe.actors.engine.cache.slots import SlotMap
+from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.host_view import HostViews, LayerView
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline

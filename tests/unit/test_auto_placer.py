@@ -21,10 +21,11 @@ from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.links import loader_link
 from tiermoe.actors.engine.cache.loader import Loader
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotMemory, SlotPool
+from tiermoe.actors.engine.cache.slot_map import SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
+from tiermoe.actors.engine.dense.native import Joined
 from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.layer import MoeLayer
-from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, Followed, LayerPlan, Part, Wanted

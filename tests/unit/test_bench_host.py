@@ -6,7 +6,7 @@ import pytest
 
 from tiermoe.actors.engine import engine, make_device
 from tiermoe.actors.engine.executors import executor_of
-from tiermoe.actors.engine.model.profile import PARTS, STEP_PARTS, HostPass, HostStep
+from tiermoe.actors.engine.host_times import PARTS, STEP_PARTS, HostPass, HostStep
 from tiermoe.benchmarks import host as host_bench
 from tiermoe.benchmarks.cases import Host, HostDevice
 from tiermoe.benchmarks.host import by_part, host

@@ -20,9 +20,9 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine.cache.device import PlainActivations
+from tiermoe.actors.engine.calls import RemoteCall, RemoteExperts
 from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedPool
 from tiermoe.actors.engine.make_device import activations_of
-from tiermoe.actors.engine.peers.remote import RemoteCall, RemoteExperts
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.ndp_worker import NdpWorker

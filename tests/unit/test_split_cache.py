@@ -23,14 +23,8 @@ from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.links import loader_link
-from tiermoe.actors.engine.cache.slots import (
-    LayerWeights,
-    PendingExpert,
-    PendingSegment,
-    SharedPending,
-    SlotMap,
-    SlotPool,
-)
+from tiermoe.actors.engine.cache.slot_map import PendingSegment, SharedPending, SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, SlotPool
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
@@ -184,7 +178,7 @@ def test_a_cache_fetches_a_promised_expert_once() -> None:
     made = Split()
     whole = Whole()
     whole.tensors = lambda: made.weights[0].expert(1)  # type: ignore[method-assign]
-    made.cache.where._weights = [type("Remote", (), {"expert": lambda self, index: whole})(), made.weights[1]]
+    made.cache.where.weights = [type("Remote", (), {"expert": lambda self, index: whole})(), made.weights[1]]
     made.forward(0, 1)
     made.cache.close()
     assert made.stats.layers[0].bytes_loaded == 8 * NEURON_BYTES

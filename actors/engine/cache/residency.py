@@ -12,7 +12,7 @@ from ...policies.residency import State
 
 if TYPE_CHECKING:
     from ...core import _core
-    from .slots import SlotMap
+    from .slot_map import SlotMap
 
 _STATES = tuple(State)  # by number
 

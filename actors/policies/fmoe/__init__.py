@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,14 @@ from ....kernels.importance import expect_map
 from ...core import _core
 from ..eviction import CacheOrder, EvictionPolicy, Lfu, LfuDecay, NativeOrder, decay_growth
 from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys, predicted_experts
-from ..registry import PolicyContext, register
+from ..registry import PolicyContext, Preset, register
 from .maps import WIDTH, ExpertMapStore, Sketch
-
-if TYPE_CHECKING:
-    from ...policy_settings import PolicySettings
 
 _LEAST = 2.0**-150  # probability: below every positive one in float32
 
 
 class _MapEvictionOptions(Lfu.Options):
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         if policy.maps is None:
             raise ValueError(f"eviction {self.kind} goes by maps, which prefetch {policy.prefetch.kind} does not use")
 

@@ -11,17 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, log
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from ..eviction import CacheOrder
-from ..registry import PolicyOptions, policy_class, register
-
-if TYPE_CHECKING:
-    from ...policy_settings import PolicySettings
+from ..registry import PolicyOptions, Preset, policy_class, register
 
 RHO, OMEGA = 0.25, 128  # of LCP
 
@@ -57,7 +54,7 @@ class SplitOptions(PolicyOptions):
             raise ValueError("dynamic programming gives layers whole experts: say theta 1")
         return self
 
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         if self.kind == "off":
             return
         eviction = policy_class("eviction", policy.eviction.kind)
