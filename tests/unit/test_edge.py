@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import json
 import threading
 import time
-import tracemalloc
-import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -279,74 +276,15 @@ def test_short_texts_pass_long_ones_and_the_long_are_bounded() -> None:
     asyncio.run(asyncio.wait_for(call(), 60))
 
 
-def send_coded(content: bytes, coding: str, limits: LimitSettings | None = None, step: int = 1 << 16) -> httpx.Response:
-    """A body in pieces, without an announced length."""
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for begin in range(0, len(content), step):
-            yield content[begin : begin + step]
-
-    headers = _JSON | {"Content-Encoding": coding}
-    return ask(
-        FakeBackend(), lambda http: http.post("/v1/completions", content=pieces(), headers=headers), limits=limits
-    )
-
-
-def _gzip(content: bytes) -> bytes:
-    """Without the time, by which workers of pytest-xdist would name different tests."""
-    return gzip.compress(content, mtime=0)
-
-
-_PLAIN = b'{"prompt": "hi"}'
-_CODED = {
-    "gzip": _gzip(_PLAIN), "x-gzip": _gzip(_PLAIN), "identity, gzip": _gzip(_PLAIN),
-    " GZip ": _gzip(_PLAIN), "deflate": zlib.compress(_PLAIN), "identity": _PLAIN, "": _PLAIN,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("coding", _CODED)
-def test_a_coded_body_is_decoded(coding: str) -> None:
-    """gzip was parsed as JSON, and refused as such."""
-    for step in (1, 7, 1 << 16):
-        response = send_coded(_CODED[coding], coding, step=step)
-        assert response.json()["choices"][0]["text"] == "HI"
-
-
-def test_the_limit_is_of_the_decoded_body() -> None:
-    """A bomb is refused before it is memory, and so are coded bytes that decode to nothing."""
-    limits, bomb = LimitSettings(body_bytes=2**20), _gzip(b" " * 2**26)
-    assert len(bomb) < limits.body_bytes
-    tracemalloc.start()
-    try:
-        refused = send_coded(bomb, "gzip", limits)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert error(refused)[0] == 413
-    assert most < 16 * 2**20
-    assert send_coded(_gzip(b" " * (2**20 - len(_PLAIN)) + _PLAIN), "gzip", limits).status_code == 200
-    assert error(send_coded(_gzip(b" " * 2**20 + _PLAIN), "gzip", limits))[0] == 413
-    assert error(send_coded(zlib.compress(b" " * 2**20 + _PLAIN), "deflate", limits))[0] == 413
-
-
 @pytest.mark.parametrize(
-    ("coding", "content", "status", "words"),
-    [
-        ("br", _PLAIN, 415, "'br'"), ("zstd", _PLAIN, 415, "'zstd'"), ("gzip, gzip", _PLAIN, 415, "'gzip, gzip'"),
-        ("compress", _PLAIN, 415, "'compress'"), ("gzip", _PLAIN, 400, "is not valid gzip"),
-        ("deflate", b"\xff\xff" + _PLAIN, 400, "is not valid deflate"),
-        ("gzip", _gzip(_PLAIN)[:-3], 400, "ends before its gzip data"),
-        ("gzip", _gzip(_PLAIN)[:5], 400, "ends before its gzip data"),
-        ("deflate", b"x", 400, "ends before its deflate data"),
-        ("gzip", _gzip(_PLAIN) * 2, 400, "bytes behind its gzip data"),
-        ("deflate", zlib.compress(_PLAIN) + b"{}", 400, "bytes behind its deflate data"),
-        ("gzip", b"", 400, "the body is missing"),
-    ],
+    ("coding", "status"), [("identity", 200), ("", 200), ("gzip", 415), ("deflate", 415), ("identity, gzip", 415)]
 )
-def test_a_coding_that_is_unknown_or_damaged_is_refused(coding: str, content: bytes, status: int, words: str) -> None:
-    response = send_coded(content, coding)
-    assert error(response)[0] == status
-    assert words in error(response)[2]
+def test_a_compressed_body_is_refused(coding: str, status: int) -> None:
+    headers = _JSON | {"Content-Encoding": coding}
+    response = ask(
+        FakeBackend(), lambda http: http.post("/v1/completions", content=b'{"prompt": "hi"}', headers=headers)
+    )
+    assert response.status_code == status
     assert ("accept-encoding" in response.headers) == (status == 415)
 
 

@@ -23,10 +23,10 @@ from topology_cases import FACTS, MIXTRAL, NODES, SPEC, a_node, places_of
 
 import tiermoe
 from tiermoe.actors.store.format import MANIFEST_NAME, Manifest
-from tiermoe.cluster.config import HardwareConfig, engine_settings, load_run_config
+from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
 from tiermoe.cluster.report.tables import size
-from tiermoe.cluster.topology.estimate import copy_times, resolve_hardware
+from tiermoe.cluster.topology.estimate import Hardware, copy_times, links_of
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint, nodes_from_file, nodes_from_ray
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import NODE_ID_LABEL, NodeInfo, cluster_spec, replica_bytes
@@ -54,7 +54,7 @@ def test_the_presets_plan_on_the_nodes_that_they_are_for(
     assert spec.slot_bytes == 96  # bfloat16
     topology = plan_topology(spec, FACTS, nodes)
     assert places_of(topology) == places
-    assert copy_times(topology, spec, FACTS, resolve_hardware(config.hardware, True, None, 0.0)).one_s > 0
+    assert copy_times(topology, spec, FACTS, links_of(config, True, here=False)).one_s > 0
 
 
 def test_today_s_presets_plan_as_deploy_places_them() -> None:
@@ -182,7 +182,7 @@ def test_no_speed_is_predicted_and_copies_have_a_bound(command: Command, monkeyp
 def test_each_gpu_copies_its_part_of_a_token() -> None:
     """Of 2 experts each of 2 GPUs copies at least 1; a layer that another node holds comes over the network."""
     spec, nodes = replace(SPEC, shards=2), [a_node("a", CPU=9, GPU=2)]
-    hardware = resolve_hardware(HardwareConfig(link_gbps=1, link_latency_us=0), True, None, 0.0)
+    hardware = Hardware("any", link_gbps=1, link_latency_us=0)
     times = [copy_times(plan_topology(of, FACTS, nodes), of, FACTS, hardware) for of in (SPEC, spec)]
     assert [of.token_s / of.one_s for of in times] == [FACTS.layers * 2, FACTS.layers]
 
