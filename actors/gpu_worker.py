@@ -355,10 +355,6 @@ class GpuWorker:
         # a health report has no null: before anything ran, it has no rate
         return [{"hit_rate": None} | part if "hits" in part else part for part in (own, *others)]
 
-    def ndp_stats(self) -> list[dict[str, Any]]:
-        """Counters of each NDP worker (`worker`: its name) since its start; a lost or late one has only its `state`."""
-        return self._engine.ndp.reports() if self._engine is not None and self._engine.ndp is not None else []
-
     def matcher_stats(self) -> dict[str, Any] | None:
         """Counters of the matcher since its start, and of the connection; None: the policy uses no matcher."""
         matcher = None if self._engine is None else self._engine.matcher

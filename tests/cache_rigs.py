@@ -81,6 +81,12 @@ def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] 
     cache.draw()
 
 
+def bytes_held(cache: ExpertCache) -> int:
+    """Of the slots in use."""
+    classes = zip(cache.residency.class_slots, cache.where.class_bytes, strict=True)
+    return sum((slots - cache.residency.free_of(number)) * size for number, (slots, size) in enumerate(classes))
+
+
 def place_of(cache: ExpertCache, segment: int, slot: int) -> tuple[int, int]:
     """First neuron in the pool and number of neurons of a segment in this slot."""
     if cache.split is None:

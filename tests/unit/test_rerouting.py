@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import traces
-from cache_rigs import begin_layer, end_layer, with_replicas
+from cache_rigs import begin_layer, bytes_held, end_layer, with_replicas
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
@@ -283,7 +283,7 @@ def test_memory_is_that_of_both_kinds_of_slots(mixed: Mixed) -> None:
     assert mixed.stats.low_bit_slots == 2
     assert mixed.residency.class_slots == (3, 2)
     mixed.forward(0, [0, 1, 2], [3, 4])
-    assert mixed.residency.bytes_held == 3 * FULL + 2 * LOW
+    assert bytes_held(mixed.cache) == 3 * FULL + 2 * LOW
 
 
 def test_an_unimportant_use_of_a_replica_loads_nothing_and_an_important_one_all(mixed: Mixed) -> None:

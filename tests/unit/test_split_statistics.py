@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from traces import picks_of
 
 from tiermoe.actors.policies.eviction import CacheOrder
 from tiermoe.actors.policies.moepic import Lcp
@@ -62,7 +63,7 @@ class TestObserve:
     @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 30), omega=st.sampled_from([3.3, 17.7]))
     def test_definitions(self, order: CacheOrder, seed: int, tokens: int, omega: float) -> None:
         ids, scores = draw(seed, tokens)
-        found, _ = observe(Picks.of_tokens(ids, E, scores), order, rho=0.3, omega=omega)
+        found, _ = observe(picks_of(ids, E, scores), order, rho=0.3, omega=omega)
         h, p, ph = by_hand(ids, scores, order, 0.3, omega)
         np.testing.assert_allclose(found.hit_rate, h)
         np.testing.assert_allclose(found.accuracy, p)
@@ -74,10 +75,10 @@ class TestObserve:
     @given(seed=st.integers(0, 10**6), tokens=st.integers(2, 40), at=st.integers(1, 39))
     def test_windows_add_up(self, order: CacheOrder, seed: int, tokens: int, at: int) -> None:
         ids, scores = draw(seed, tokens)
-        whole, end = observe(Picks.of_tokens(ids, E, scores), order)
-        first, then = observe(Picks.of_tokens(ids[:at], E, scores[:at]), order)
+        whole, end = observe(picks_of(ids, E, scores), order)
+        first, then = observe(picks_of(ids[:at], E, scores[:at]), order)
         if at < tokens:
-            second, then = observe(Picks.of_tokens(ids[at:], E, scores[at:]), order, then)
+            second, then = observe(picks_of(ids[at:], E, scores[at:]), order, then)
             first = first + second
         for name in ("hits", "named", "held"):
             np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
@@ -104,8 +105,8 @@ class TestAgainstCaches:
             cache.move_to_end(e)
             if len(cache) > size:
                 cache.popitem(last=False)
-        _first, then = observe(Picks.of_tokens(ids[:E], E, None), "lru")
-        rest, _ = observe(Picks.of_tokens(ids[E:], E, None), "lru", then)
+        _first, then = observe(picks_of(ids[:E], E, None), "lru")
+        rest, _ = observe(picks_of(ids[E:], E, None), "lru", then)
         assert rest.hits[size] == hits
 
     def test_lcp_ranks_as_the_policy_does(self) -> None:
@@ -116,7 +117,7 @@ class TestAgainstCaches:
             order = policy.ranked(list(range(E)))
             ranks += [order.index(e) for e in picked]
             policy.routed(picked, [1] * K, 1)
-        found, _ = observe(Picks.of_tokens(ids, E, None), "lcp")
+        found, _ = observe(picks_of(ids, E, None), "lcp")
         np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
 
 
@@ -128,19 +129,19 @@ class TestOtherOrders:
             order = sorted(range(E), key=lambda e: (-counts[e], e))
             ranks += [order.index(e) for e in picked]
             counts[picked] += 1
-        found, _ = observe(Picks.of_tokens(ids, E, None), "lfu")
+        found, _ = observe(picks_of(ids, E, None), "lfu")
         np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
 
     def test_random_hits_in_proportion(self) -> None:
         ids, _ = draw(6, 3000, scored=False)
-        found, _ = observe(Picks.of_tokens(ids, E, None), "random")
+        found, _ = observe(picks_of(ids, E, None), "random")
         np.testing.assert_allclose(found.hit_rate, np.arange(E + 1) / E, atol=0.03)
 
 
 @pytest.mark.parametrize("order", ["lcp", "lru", "lfu", "random"])
 def test_layers_together_are_as_each_alone(order: CacheOrder) -> None:
     """Also where some have no prediction, and over two windows of which steps do not count."""
-    drawn = [Picks.of_tokens(*_with_experts(draw(seed, 40, scored=True))) for seed in range(3)]
+    drawn = [picks_of(*_with_experts(draw(seed, 40, scored=True))) for seed in range(3)]
     counts, scores = (np.stack([getattr(of, name) for of in drawn], axis=1) for name in ("counts", "scores"))
     scores[::3, 1] = np.nan
     counted, tokens = np.arange(40) % 5 > 0, 1 + np.arange(40) % 2
@@ -160,10 +161,10 @@ class TestPicks:
     def test_steps_that_do_not_count(self) -> None:
         """They age the others and are in no figure."""
         ids, scores = draw(8, 30)
-        picks, counted = Picks.of_tokens(ids, E, scores), np.arange(30) >= 12
+        picks, counted = picks_of(ids, E, scores), np.arange(30) >= 12
         some, end = observe(picks, "lcp", counted=counted)
-        _, then = observe(Picks.of_tokens(ids[:12], E, scores[:12]), "lcp")
-        rest, last = observe(Picks.of_tokens(ids[12:], E, scores[12:]), "lcp", then)
+        _, then = observe(picks_of(ids[:12], E, scores[:12]), "lcp")
+        rest, last = observe(picks_of(ids[12:], E, scores[12:]), "lcp", then)
         np.testing.assert_array_equal(some.held, rest.held)
         np.testing.assert_array_equal(some.hits, rest.hits)
         assert some.steps == 18
@@ -183,7 +184,7 @@ class TestPicks:
 
     def test_steps_without_a_prediction(self) -> None:
         scores = np.array([[np.nan] * 3, [0.1, 0.7, 0.2]])
-        found, _ = observe(Picks.of_tokens(np.array([[0], [1]]), 3, scores), "lcp")
+        found, _ = observe(picks_of(np.array([[0], [1]]), 3, scores), "lcp")
         assert found.predicted == 1
         assert found.accuracy.tolist() == [1, 0, 0]
         assert found.predicted_hit_rate[1].tolist() == [0, 0, 0, 1]  # 0 ranks first, then 1, then 2 by number

@@ -140,12 +140,6 @@ class PinnedPool:
         self._sweep()
         return len(self._under_way)
 
-    @property
-    def idle_bytes(self) -> int:
-        """Of unused blocks."""
-        self._sweep()
-        return sum(size * len(blocks) for size, blocks in self._free.items())
-
     def _allocate(self, size: int) -> _Block | None:
         with self._lock:
             if self.nbytes + size > self._most:

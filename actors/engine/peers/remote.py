@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 from ....errors import ConfigError
 from ....proto.options import Supply
@@ -13,8 +12,6 @@ from ...policies.sharding import reassigned, spread_by_bytes
 from ...settings import NdpSettings
 from ..calls import RemoteExperts
 from ..stats import EngineStats
-
-_REPORT_S = 5.0
 
 
 class NdpPool:
@@ -116,10 +113,6 @@ class NdpPool:
     def experts_of(self, name: str) -> int:
         """Number of experts, over all layers, that a worker owns."""
         return sum(self._owners.count(i) for i, peer in enumerate(self._members) if peer.name == name)
-
-    def reports(self) -> list[dict[str, Any]]:
-        """The `RemoteExperts.account` of each worker."""
-        return [{"worker": name} | peer.account(_REPORT_S) for name, peer in self.peers.items()]
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""

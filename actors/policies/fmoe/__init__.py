@@ -89,7 +89,7 @@ class ExpertMapEviction(NativeOrder):
     def expect_map(
         self, keys: NDArray[np.int32], priorities: NDArray[np.float32], now: int, experts: int
     ) -> None:
-        """`expect` of a map's experts by their priorities (`prefetch_priority`), `now` layers seen."""
+        """`expect` of a map's experts by their priorities, `now` layers seen."""
         if self._told:
             expect_map(self.probabilities, keys, priorities, now, experts, self.told)
         else:
@@ -232,13 +232,11 @@ class ExpertMapPrefetch:
         return None if found is None else Forecast(now, *found, semantic)
 
 
-def prefetch_priority(probabilities: NDArray[np.float32], layers: NDArray[np.integer], now: int) -> NDArray[np.float32]:
-    """p / (l - l_now) (fMoE section 4.5); layers from 0, of which `now` were seen: l - l_now = layer + 1 - now."""
-    return (probabilities / (layers + 1 - now)).astype(np.float32)
-
-
 def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer] | int, now: int) -> NDArray[np.float32]:
-    """The probabilities behind these priorities: the inverse of `prefetch_priority`. layers: of each, or of all."""
+    """The probabilities p behind priorities p / (l - l_now) (fMoE section 4.5).
+
+    layers: of each, or of all, from 0; `now` were seen: l - l_now = layer + 1 - now.
+    """
     return (priorities * (layers + 1 - now)).astype(np.float32, copy=False)
 
 

@@ -233,13 +233,6 @@ class Picks:
         if self.scores is not None and self.scores.shape != self.counts.shape:
             raise ValueError(f"scores {self.scores.shape} are not of counts {self.counts.shape}")
 
-    @staticmethod
-    def of_tokens(ids: NDArray[np.integer], experts: int, scores: NDArray[np.floating] | None) -> Picks:
-        """Each token a step: ids [n, K], distinct in each row; scores [n, E] or None."""
-        counts = np.zeros((len(ids), experts), np.int64)
-        np.put_along_axis(counts, ids.astype(np.int64), 1, axis=1)
-        return Picks(counts, np.ones(len(ids), np.int64), scores)
-
 
 @dataclass(frozen=True, eq=False)
 class Priorities:
