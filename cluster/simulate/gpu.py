@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 from ...actors.core._core import Clock, VirtualLink, VirtualRun
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.links import CacheLink
-from ...actors.engine.cache.slots import LowBitPart, SlotMap
+from ...actors.engine.cache.slot_map import SlotMap
+from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.cost import load_s
 from ...actors.policies.eviction import EvictionPolicy
