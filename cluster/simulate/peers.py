@@ -3,8 +3,8 @@
     lead: send at t -> peer: begins at max(its clock, t + hop), runs -> lead: joins at max(its clock, end + hop)
 
 A shard is a GPU as the lead is (`gpu.SimulatedGpu`). A near-data device runs its batches one after another in the time
-of `policies.cost.expert_cost` and a message. The matcher's forecasts come a lag after they were asked for. The lead's placers are the
-engine's (`engine.peers.placement`).
+of `policies.cost.expert_cost` and a message. The matcher's forecasts come a lag after they were asked for. The lead's
+placers are the engine's (`engine.peers.placement`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.placer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs, Without
-from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
+from ...actors.policies.context_ndp import HotSet, HotSlots
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, expert_cost, load_s
 from ...actors.policies.plan import Part
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked

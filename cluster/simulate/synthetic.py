@@ -232,7 +232,9 @@ def calibrated(name: str, seed: int = 0) -> dict[str, float]:
     recall = next_router_recall(np.concatenate([one.next_ids for one in rows]), ids)
     request = np.repeat(np.arange(shape.requests), shape.length)
     decode = np.ones(len(request), np.bool_)
-    return comparable(Routing(ids.transpose(1, 0, 2), request, decode, shape.experts, None, recall), shape.sizes, seed)
+    return comparable(
+        Routing(ids.transpose(1, 0, 2), request, decode, shape.experts, None, recall), shape.sizes, seed
+    )
 
 
 def comparable(routing: Routing, sizes: Sequence[int], seed: int = 0) -> dict[str, float]:
@@ -264,7 +266,9 @@ class Generator:
         family: how routing varies. seed: of everything. prompt: tokens of each request's prompt, for scripts.
     """
 
-    def __init__(self, family: Family, layers: int, experts: int, top_k: int, seed: int = 0, prompt: int = 0) -> None:
+    def __init__(
+        self, family: Family, layers: int, experts: int, top_k: int, seed: int = 0, prompt: int = 0
+    ) -> None:
         self.family, self.layers, self.experts, self.top_k, self.prompt = family, layers, experts, top_k, prompt
         self._rng = rng = np.random.default_rng(seed)
         quantiles = _normal_quantiles(experts)
