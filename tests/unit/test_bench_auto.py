@@ -50,7 +50,8 @@ def test_rules_do_what_their_presets_say() -> None:
     assert all(one["request_s"] == pytest.approx(one["prompt_s"] + 8 * one["token_s"]) for one in found.values())
     # wrong costs that nobody corrects change what is done; what it is charged for is still this machine
     wrong = replayed(drawn, CELL, "auto", belief=(0.1, 10.0), without="CORRECTION")
-    assert wrong["near"] < found["auto"]["near"] and wrong["token_s"] > found["auto"]["token_s"]
+    assert wrong["near"] < found["auto"]["near"]
+    assert wrong["token_s"] > found["auto"]["token_s"]
 
 
 def test_a_quick_run_reports_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
