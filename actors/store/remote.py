@@ -153,4 +153,3 @@ def _per_expert(arrays: Mapping[str, NDArray[Any]], count: int) -> list[Expert]:
 
 def _foreign(what: str) -> MessageError:
     return MessageError(f"the store answered with {what}", "run the same version of tiermoe on all nodes")
-
