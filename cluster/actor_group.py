@@ -225,7 +225,7 @@ class ActorGroup:
         if set(worker.layers) >= self._layers:
             return []
         return [
-            StoreLink(role_of(store), store.layers, self.link(role_of(store)))
+            StoreLink(role_of(store), store.layers, self.link(role_of(store)), f"{self.name}/{role_of(store)}")
             for store in self._topology.having("store")
             if store.node != worker.node
         ]

@@ -129,7 +129,7 @@ class RemoteStores:
     """The stores of other nodes, and which of them is asked.
 
     Args:
-        layers: those to be read from other nodes. links: of the stores. settings: the deadline.
+        layers: those to be read from other nodes. links: of the stores. settings: transport and deadline.
 
     `ask` and `take` are for the loader's one thread.
 
@@ -152,7 +152,7 @@ class RemoteStores:
         self._changed, self._closed = threading.Condition(), False
         used = [link for link in links if set(link.layers) & set(layers)]
         self._holders: dict[str, Reconnecting[StoreReader]] = {
-            link.name: Reconnecting(link.name, partial(connect_store, link, manifest), changed=self._changed)
+            link.name: Reconnecting(link.name, partial(connect_store, link, manifest, settings), changed=self._changed)
             for link in used
         }
         for holder in self._holders.values():
