@@ -5,8 +5,9 @@
     result = channel.call(batch, deadline_s=1.0)     # raises DeadlinePassed, PeerLost, RemoteFailure
 
 A control stream over gRPC opens every channel, detects shared memory, and carries heartbeats. Messages travel through
-rings in shared memory, else through a second stream. A request has an id and runs once, however often it is sent; its
-deadline holds on both sides. When the transport is full, `submit` waits, and `post` drops the message and counts it.
+rings in shared memory, else through a second stream. Both deliver each frame once and in order, or end: a request is
+sent once and runs once, and an answer that cannot come is a `PeerLost`. A deadline holds on both sides. When the
+transport is full, `submit` waits, and `post` drops the message.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Literal, Protocol
 
 from ..errors import ChannelRefused, DeadlinePassed, MessageError, PeerLost, RemoteFailure
 from . import grpc_transport, shm
-from .codec import POST, PROBE, REPLY, REQUEST, UNKNOWN, Frame, Pieces, decode, encode, pack, pack_bare, unpack
+from .codec import POST, REPLY, REQUEST, Frame, Pieces, decode, encode, pack, unpack
 from .messages import Acknowledged, Failure, Hello, Message
 from .options import ChannelOptions, Received
 
@@ -97,24 +98,17 @@ def open_channel(address: str, options: ChannelOptions | None = None) -> Channel
         )
     else:
         transport = grpc_transport.GrpcTransport(grpc_channel, metadata, options.queued_bytes)
-    return Channel(control, transport, client, min(max_bytes, control.welcome.max_message_bytes), options)
+    return Channel(control, transport, min(max_bytes, control.welcome.max_message_bytes), options)
 
 
 class Pending:
     """A future answer; one thread at a time may wait for it."""
 
-    __slots__ = (
-        "_channel", "answered", "deadline", "number", "pieces", "probe_after_s", "probe_at", "reply", "size", "unknown",
-    )  # fmt: skip
+    __slots__ = ("_channel", "answered", "deadline", "number", "reply")
 
-    def __init__(
-        self, channel: Channel, number: int, deadline: float, probe_after_s: float, pieces: Pieces, size: int
-    ) -> None:
+    def __init__(self, channel: Channel, number: int, deadline: float) -> None:
         self._channel, self.number, self.deadline = channel, number, deadline
-        self.pieces, self.size = pieces, size
-        self.probe_after_s, self.probe_at = probe_after_s, 0.0
         self.reply: Frame | None = None
-        self.unknown = False  # the peer reports that the request did not arrive
         self.answered: threading.Lock | None = None  # released by `wake`; where the transport delivers
         if not channel._transport.pull:
             self.answered = threading.Lock()
@@ -153,25 +147,18 @@ class Channel:
         self,
         control: grpc_transport.ControlStream,
         transport: Transport,
-        client: int,
         max_bytes: int,
         options: ChannelOptions,
     ) -> None:
-        self._control, self._transport, self._client = control, transport, client
+        self._control, self._transport = control, transport
         self._max_bytes, self._options = max_bytes, options
-        self._faults = options.faults
         self._numbers = itertools.count(1)
         self._pendings: dict[int, Pending] = {}
         self._sending = threading.Lock()
         self._reading = threading.Lock()
         self._changed = threading.Condition(threading.Lock())
         self._waiters = 0
-        self._timers: set[threading.Timer] = set()
         self._lost: str | None = None
-        self._dropped = 0
-        self._probes = 0
-        self._resent = 0
-        self._unexpected = 0
         transport.start(self._deliver, self._lose)
         control.on_lost(self._lose)
         _open_channels.add(self)
@@ -197,13 +184,6 @@ class Channel:
         """Why it is not alive."""
         return self._lost
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Posts dropped, late answers asked for, requests sent again, answers to no waiting request."""
-        return {
-            "dropped": self._dropped, "probes": self._probes, "resent": self._resent, "unexpected": self._unexpected,
-        }  # fmt: skip
-
     def submit(self, message: Message, deadline_s: float) -> Pending:
         """Send a request; wait only while the transport is full.
 
@@ -224,20 +204,16 @@ class Channel:
             raise _not_sent()
         try:
             number = next(self._numbers)
-            pieces, size = pack(
-                encoded, self._client, number, self._settled(number), deadline_ns, REQUEST, self._max_bytes
-            )
-            pending = Pending(self, number, deadline, self._options.resend_after_s, pieces, size)
-            self._pendings[number] = pending
+            pieces, size = pack(encoded, number, deadline_ns, REQUEST, self._max_bytes)
+            pending = self._pendings[number] = Pending(self, number, deadline)
             try:
-                if not self._transmit(pieces, size, deadline):
+                if not self._send(pieces, size, deadline):
                     raise _not_sent()
             except BaseException:
                 self._pendings.pop(number, None)
                 raise
         finally:
             self._sending.release()
-        pending.probe_at = time.monotonic() + pending.probe_after_s
         return pending
 
     def call(self, message: Message, deadline_s: float) -> Message | None:
@@ -247,29 +223,23 @@ class Channel:
         """Send without an answer, at once or not at all.
 
         Returns:
-            False: the transport is full, or the message longer than the ring; it is dropped and counted.
+            False: the transport is full, or the message longer than the ring; it is dropped.
 
         Raises:
             MessageError, PeerLost: as in `submit`.
         """
         encoded = encode(message)
-        pieces, size = pack(encoded, self._client, 0, 0, 0, POST, self._max_bytes)
+        pieces, size = pack(encoded, 0, 0, POST, self._max_bytes)
         if size > self._transport.whole or not self._sending.acquire(blocking=False):
-            self._dropped += 1
             return False
         try:
-            sent = self._transmit(pieces, size, 0.0)
+            return self._send(pieces, size, 0.0)
         finally:
             self._sending.release()
-        if not sent:
-            self._dropped += 1
-        return sent
 
     def close(self) -> None:
         """Close the channel; waiting calls raise `PeerLost`. Idempotent."""
         self._lose("the channel was closed")
-        for timer in list(self._timers):
-            timer.cancel()
         self._control.close()
 
     # sending
@@ -277,33 +247,8 @@ class Channel:
     def _peer_deadline_ns(self, deadline: float) -> int:
         return max(1, int(deadline * 1e9) + self._control.offset_ns)
 
-    def _settled(self, number: int) -> int:
-        """The oldest request that waits for its answer: requests with lower numbers are settled."""
-        try:
-            return next(iter(self._pendings), number)
-        except RuntimeError:  # an answer came in between
-            return 0
-
-    def _transmit(self, pieces: Pieces, size: int, deadline: float) -> bool:
-        """Send, with `_sending` held; False: the transport stayed full until the deadline."""
-        if self._faults is None:
-            return self._send(pieces, size, deadline)
-        copies, delay_s = self._faults()
-        if delay_s:
-            timer = threading.Timer(delay_s, self._send_late, (pieces, size, copies))
-            timer.daemon = True
-            self._timers.add(timer)
-            timer.start()
-            return True
-        sent = [self._send(pieces, size, deadline) for _ in range(copies)]
-        return all(sent)
-
-    def _send_late(self, pieces: Pieces, size: int, copies: int) -> None:
-        with self._sending, contextlib.suppress(PeerLost):
-            for _ in range(copies):
-                self._send(pieces, size, time.monotonic() + 1.0)
-
     def _send(self, pieces: Pieces, size: int, deadline: float) -> bool:
+        """Send, with `_sending` held; False: the transport stayed full until the deadline."""
         if size > self._transport.whole and self._lost is None:
             return self._send_long(pieces, size, deadline)
         try:
@@ -340,23 +285,6 @@ class Channel:
             sent.set()
             helper.join()
 
-    def _ask_again(self, pending: Pending, now: float) -> None:
-        """Probe for the answer, or send the request again if the peer reports that it did not arrive."""
-        pending.probe_after_s *= 2
-        pending.probe_at = now + pending.probe_after_s
-        if not self._sending.acquire(blocking=False):
-            return  # another thread sends
-        try:
-            if pending.unknown:
-                pending.unknown = False
-                self._resent += self._transmit(pending.pieces, pending.size, pending.deadline)
-            else:
-                number, deadline_ns = pending.number, self._peer_deadline_ns(pending.deadline)
-                probe = pack_bare(self._client, number, self._settled(number), deadline_ns, PROBE)
-                self._probes += self._transmit(probe, len(probe[0]), now)
-        finally:
-            self._sending.release()
-
     # receiving
 
     def _result(self, pending: Pending) -> Message | None:
@@ -374,10 +302,9 @@ class Channel:
                     f"no answer from {self._control.address} before the deadline",
                     "give the call more time, or see what keeps the worker busy",
                 )
-            if now >= pending.probe_at or pending.unknown:
-                self._ask_again(pending, now)
-            self._wait(pending, min(left_s, max(0.0, pending.probe_at - now)))
-        message = decode(*pending.reply[5:], self._options.limits)
+            self._wait(pending, left_s)
+        reply = pending.reply
+        message = decode(reply.kind, reply.body, reply.layout, reply.payload, self._options.limits)
         if isinstance(message, Failure):
             if message.kind == DeadlinePassed.__name__:
                 raise DeadlinePassed(message.what, message.remedy)
@@ -402,8 +329,7 @@ class Channel:
                 # Count before the check: the thread that changes the state reads the count afterwards.
                 self._waiters += 1
                 try:
-                    waits = pending.reply is None and not pending.unknown and self._lost is None
-                    if waits and self._reading.locked():
+                    if pending.reply is None and self._lost is None and self._reading.locked():
                         self._changed.wait(timeout_s)
                 finally:
                     self._waiters -= 1
@@ -446,17 +372,8 @@ class Channel:
         except MessageError as error:
             self._lose(f"the peer sends what is no frame: {error.what}")
             return
-        if frame.role == UNKNOWN:
-            asked = self._pendings.get(frame.request)
-            if asked is not None:
-                asked.unknown = True
-                asked.wake()
-                if self._waiters:
-                    self._wake()
-            return
         pending = self._pendings.pop(frame.request, None)
-        if pending is None or frame.role != REPLY or frame.client != self._client:
-            self._unexpected += 1  # of a request that was sent twice, or given up
+        if pending is None or frame.role != REPLY:  # of a request that was given up
             return
         pending.reply = frame
         if not self._transport.pull:

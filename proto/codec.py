@@ -2,9 +2,9 @@
 
 Little endian. A frame is
 
-    client, request, settled, deadline_ns  u64     see `Frame`
-    role, kind                             u32     kind: the place of the message's class in `messages.MESSAGES`
-    bytes of body and of layout            u32
+    request, deadline_ns         u64     see `Frame`
+    role, kind                   u32     kind: the place of the message's class in `messages.MESSAGES`
+    bytes of body and of layout  u32
     body      the numbers of the message in the order of its fields, then the lengths and the bytes of its texts
     layout    of each array its dtype and its shape
     padding   so that what follows starts at a multiple of 16
@@ -45,7 +45,7 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 # The exponent's bits of the float dtypes: all set means infinite or NaN.
 _EXPONENTS = {np.dtype("<f4"): 0x7F800000, np.dtype("<f2"): 0x7C00, np.dtype("<u2"): 0x7F80}
 _TENSOR = struct.Struct(f"<BB{MAX_DIMENSIONS}I")  # dtype, dimensions, sizes; those of absent dimensions are 0
-_HEAD = struct.Struct("<QQQQIIII")
+_HEAD = struct.Struct("<QQIIII")
 _PADDING = tuple(bytes(n) for n in range(ALIGNMENT))
 
 Dtype = np.dtype[Any]
@@ -335,9 +335,7 @@ def _named(names: Any, arrays: list[Any]) -> dict[str, NDArray[Any]]:
 
 # Frames
 
-REQUEST, REPLY, POST = 1, 2, 3  # is answered by a frame of the same client and number; the answer; is not answered
-PROBE = 4  # without a message: where is the answer to this request? It comes, or `UNKNOWN` does
-UNKNOWN = 5  # the request that a probe asks for never came: send it again
+REQUEST, REPLY, POST = 1, 2, 3  # is answered by a frame of the same number; the answer; is not answered
 
 Pieces = tuple[Any, ...]  # buffers, to be written one after the other
 
@@ -346,15 +344,11 @@ class Frame(NamedTuple):
     """A received frame, not decoded yet.
 
     Attributes:
-        client: random, one per channel.
-        request: number within the client, rising from 1; the same when sent again.
-        settled: every request below this number has its answer: the server forgets it.
+        request: number within the channel, rising from 1.
         deadline_ns: on the server's monotonic clock; 0: none.
     """
 
-    client: int
     request: int
-    settled: int
     deadline_ns: int
     role: int
     kind: int
@@ -363,9 +357,7 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
-def pack(
-    encoded: Encoded, client: int, request: int, settled: int, deadline_ns: int, role: int, max_bytes: int
-) -> tuple[Pieces, int]:
+def pack(encoded: Encoded, request: int, deadline_ns: int, role: int, max_bytes: int) -> tuple[Pieces, int]:
     """The buffers of a frame, and their total bytes.
 
     Raises:
@@ -373,7 +365,7 @@ def pack(
     """
     kind, body, arrangement, arrays = encoded
     layout = arrangement.serialized
-    head = _HEAD.pack(client, request, settled, deadline_ns, role, kind, len(body), len(layout))
+    head = _HEAD.pack(request, deadline_ns, role, kind, len(body), len(layout))
     start = b"".join((head, body, layout, _PADDING[-(len(body) + len(layout)) % ALIGNMENT]))
     size = len(start) + arrangement.size
     if size > max_bytes:
@@ -387,11 +379,6 @@ def pack(
     return tuple(pieces), size
 
 
-def pack_bare(client: int, request: int, settled: int, deadline_ns: int, role: int) -> Pieces:
-    """A frame without a message."""
-    return (_HEAD.pack(client, request, settled, deadline_ns, role, 0, 0, 0),)
-
-
 def unpack(data: Received) -> Frame:
     """Split a frame into its parts without a copy.
 
@@ -400,7 +387,7 @@ def unpack(data: Received) -> Frame:
     """
     if len(data) < _HEAD.size:
         raise malformed(f"{len(data)} bytes are not a frame")
-    client, request, settled, deadline_ns, role, kind, body, layout = _HEAD.unpack_from(data)
+    request, deadline_ns, role, kind, body, layout = _HEAD.unpack_from(data)
     body += _HEAD.size  # where it ends, as the layout below
     layout += body
     payload = layout + -layout % ALIGNMENT
@@ -408,4 +395,4 @@ def unpack(data: Received) -> Frame:
         raise malformed(f"a frame of {len(data)} bytes ends before its payload")
     view = memoryview(data)
     parts = bytes(view[_HEAD.size : body]), bytes(view[body:layout]), view[payload:]
-    return Frame._make((client, request, settled, deadline_ns, role, kind, *parts))
+    return Frame._make((request, deadline_ns, role, kind, *parts))

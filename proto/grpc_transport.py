@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import ChannelRefused
 from .codec import Pieces, from_bytes, to_bytes
 from .messages import Hello, Ping, Pong, Welcome
-from .options import ChannelOptions, Received
+from .options import HEARTBEAT_S, ChannelOptions, Received
 from .tls import TlsFiles
 
 if TYPE_CHECKING:
     import grpc
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 CHANNEL_SERVICE = "tiermoe.v1.Channel"
 CONTROL, EXCHANGE = f"/{CHANNEL_SERVICE}/Control", f"/{CHANNEL_SERVICE}/Exchange"
 TOKEN_KEY = "tiermoe-token"
@@ -206,10 +206,9 @@ class ControlStream:
         )
 
     def _watch(self) -> None:
-        options = self._options
-        patience_s = options.liveness_s - options.heartbeat_s
+        patience_s = self._options.liveness_s - HEARTBEAT_S
         sequence = 1
-        while not self._closed.wait(options.heartbeat_s):
+        while not self._closed.wait(HEARTBEAT_S):
             sequence += 1
             begin = time.monotonic()
             self._ping(sequence)
@@ -217,7 +216,7 @@ class ControlStream:
             took_s = time.monotonic() - begin
             if answered or took_s > patience_s + _LATE_S:  # the latter: this process had no time either; ask again
                 continue
-            self._end(f"no sign of life for {took_s + options.heartbeat_s:.1f} s")
+            self._end(f"no sign of life for {took_s + HEARTBEAT_S:.1f} s")
             return
 
     def _ping(self, sequence: int) -> None:

@@ -12,15 +12,13 @@ from ..limits import cores_with_peers
 from .tls import TlsFiles
 
 MIB = 1 << 20
+HEARTBEAT_S = 0.2  # between two pings
 LIVENESS_S = 0.9  # of silence
 TransportChoice = Literal["auto", "shm", "grpc"]
 # Bytes of an arriving message -> a writable buffer of exactly that size, aligned to 16, or None for ordinary bytes.
 # The reading thread calls it; the message and its arrays reference the buffer.
 Supply = Callable[[int], Any]
 Received = bytes | memoryview  # a frame that arrived; read-only
-# Called for each message to send, repeated ones too: how often it arrives, and its delay in seconds. For tests: a
-# client's faults apply to requests and posts, a server's to answers.
-Faults = Callable[[], tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,10 @@ class ChannelOptions:
         tls: None: no encryption.
         ring_bytes: of each direction's ring, a power of two. Longer messages go through in pieces.
         spin_s: how long a waiting thread polls before it sleeps.
-        resend_after_s: wait before the first probe for a missing answer, doubled each time; a request that did not
-            arrive is sent again under the same id.
-        heartbeat_s, liveness_s: interval of the pings, and when the peer counts as lost.
+        liveness_s: silence after which the peer counts as lost.
         open_deadline_s: for opening.
         queued_bytes: gRPC only: requests that wait to be sent; more make `submit` wait.
         supply: shared memory only: where answers are put, such as memory registered with a GPU; None: anywhere.
-        faults: for tests, see `Faults`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -96,22 +91,21 @@ class ChannelOptions:
     tls: TlsFiles | None = None
     ring_bytes: int = 4 * MIB
     spin_s: float = field(default_factory=default_spin_s)
-    resend_after_s: float = 0.25
-    heartbeat_s: float = 0.2
     liveness_s: float = field(default_factory=lambda: LIVENESS_S)
     open_deadline_s: float = 5.0
     queued_bytes: int = 32 * MIB
     supply: Supply | None = None
-    faults: Faults | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "shm", "grpc"):
             raise ConfigError(f"there is no transport '{self.transport}'", "give auto, shm or grpc")
         if not good_ring_bytes(self.ring_bytes):
             raise ConfigError(f"ring_bytes is {self.ring_bytes}", "give a power of two from 4096 to 2**30")
-        positive = (self.resend_after_s, self.heartbeat_s, self.liveness_s, self.open_deadline_s, self.queued_bytes)
-        if min(positive) <= 0 or not 0 <= self.spin_s <= 1 or self.heartbeat_s >= self.liveness_s:
-            raise ConfigError("a time of the channel is out of range", "give times above 0, heartbeat_s < liveness_s")
+        positive = (self.open_deadline_s, self.queued_bytes)
+        if min(positive) <= 0 or not 0 <= self.spin_s <= 1 or self.liveness_s <= HEARTBEAT_S:
+            raise ConfigError(
+                "a time of the channel is out of range", f"give times above 0, and liveness_s above {HEARTBEAT_S:g}"
+            )
 
 
 @dataclass(frozen=True)
@@ -119,8 +113,7 @@ class ServerOptions:
     """Options of a server.
 
     Attributes:
-        host, port: the address to bind; port 0: any free one.
-        advertise_host: the host that clients connect to; None: `host`.
+        host: the address to bind, at any free port.
         limits: bounds of messages.
         token: shared secret; required unless `host` is a loopback address.
         tls: None: no encryption.
@@ -130,16 +123,12 @@ class ServerOptions:
             not wake it (a system call, some 10 us of the client's time).
         max_connections: more are refused.
         supply: shared memory only: where requests are put, as in `ChannelOptions`.
-        remembered_replies, remembered_bytes: bounds of a client's answers remembered for repeated requests.
-        faults: for tests, see `Faults`.
 
     Raises:
         ConfigError: a value is out of range, or a host other than loopback has no token.
     """
 
     host: str = "127.0.0.1"
-    port: int = 0
-    advertise_host: str | None = None
     limits: Limits = field(default_factory=Limits)
     token: str | None = field(default=None, repr=False)
     tls: TlsFiles | None = None
@@ -147,10 +136,7 @@ class ServerOptions:
     spin_s: float = field(default_factory=default_spin_s)
     doze_s: float = 0.0
     max_connections: int = 64
-    remembered_replies: int = 1024
-    remembered_bytes: int = 64 * MIB
     supply: Supply | None = None
-    faults: Faults | None = None
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.token:
@@ -160,8 +146,8 @@ class ServerOptions:
             )
         if self.tls is not None and self.tls.certificate is None:
             raise ConfigError("TLS without a certificate of the server", "give certificate and key files")
-        if not 0 <= self.port < 65536 or min(self.max_connections, self.remembered_replies, self.remembered_bytes) < 1:
-            raise ConfigError("a number of the channel server is out of range", "give a port and counts above 0")
+        if self.max_connections < 1:
+            raise ConfigError(f"max_connections is {self.max_connections}", "give a number above 0")
         for name in ("spin_s", "doze_s"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}", "give seconds from 0 to 1")

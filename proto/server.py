@@ -25,7 +25,7 @@ from .channel import close_all as close_channels
 from .codec import from_bytes, to_bytes
 from .messages import Hello, Ping, Pong, Welcome
 from .options import ServerOptions
-from .requests import Handler, Requests
+from .requests import Handler, answer
 
 if TYPE_CHECKING:
     import grpc
@@ -58,14 +58,12 @@ class ChannelServer:
 
     def __init__(self, handler: Handler, options: ServerOptions | None = None) -> None:
         self._options = options = options if options is not None else ServerOptions()
-        self._requests = Requests(handler, options)
+        self._handler = handler
         self._lock = threading.Lock()
         self._connections: dict[int, _Connection] = {}
         self._closed = False
-        self._faults = options.faults
         self._server, port = self._listen()
-        host = options.advertise_host or options.host
-        self._address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+        self._address = f"{_in_brackets(options.host)}:{port}"
         _open_servers.add(self)
 
     def __enter__(self) -> ChannelServer:
@@ -83,11 +81,6 @@ class ChannelServer:
     def connections(self) -> int:
         with self._lock:
             return len(self._connections)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Requests executed, repeated, expired, stale, failed, malformed, and posts."""
-        return dict(self._requests.counts)
 
     def close(self) -> None:
         """End all connections; clients see `PeerLost`. Idempotent."""
@@ -122,8 +115,7 @@ class ChannelServer:
         methods = {wire.CONTROL: stream(self._control), wire.EXCHANGE: stream(self._exchange)}
         server.add_generic_rpc_handlers((_Methods(methods),))
         self._health = _add_health(server)
-        where = f"[{options.host}]" if ":" in options.host else options.host
-        where = f"{where}:{options.port}"
+        where = f"{_in_brackets(options.host)}:0"
         try:
             if options.tls is not None:
                 port = server.add_secure_port(where, wire.server_credentials(options.tls))
@@ -134,9 +126,9 @@ class ChannelServer:
         except RuntimeError as error:
             port, why = 0, str(error)
         else:
-            why = "it is in use, or not an address of this host, or the certificate and the key do not match"
+            why = "it is not an address of this host, or the certificate and the key do not match"
         if port == 0:
-            raise RuntimeFailure(f"cannot listen on {where}: {why}", "choose another host or port 0")
+            raise RuntimeFailure(f"cannot listen on {options.host}: {why}", "choose another host")
         server.start()
         return server, port
 
@@ -172,7 +164,6 @@ class ChannelServer:
         finally:
             with self._lock:
                 self._connections.pop(hello.client, None)
-            self._requests.forget(hello.client)
             if connection.rings is not None:
                 connection.rings.close()
                 connection.rings = found = None  # gRPC keeps this frame until a garbage collection
@@ -201,34 +192,27 @@ class ChannelServer:
         if client not in known:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "an exchange needs a control stream")
         for data in incoming:
-            if (pieces := self._requests.answer(data)) is not None:
-                reply = b"".join(pieces)
-                for _ in range(self._copies()):
-                    yield reply
+            if (pieces := answer(data, self._handler, self._options.limits)) is not None:
+                yield b"".join(pieces)
 
     def _serve_rings(self, rings: shm.SharedRings) -> None:
-        max_bytes = self._options.limits.max_message_bytes
+        limits = self._options.limits
         try:
             while True:
-                data = rings.requests.read(_POLL_S, max_bytes, self._options.supply)
-                if data is None or (pieces := self._requests.answer(data)) is None:
+                data = rings.requests.read(_POLL_S, limits.max_message_bytes, self._options.supply)
+                if data is None or (pieces := answer(data, self._handler, limits)) is None:
                     continue
-                for _ in range(self._copies()):
-                    while not rings.replies.write(pieces, _POLL_S):
-                        pass  # until the client takes its answers; its end closes the ring
+                while not rings.replies.write(pieces, _POLL_S):
+                    pass  # until the client takes its answers; its end closes the ring
         except shm.RingEnded as end:
             _log.debug("a connection ended: %s", end)
         finally:
             rings.close()
 
-    def _copies(self) -> int:
-        """How often the next answer is written: once, except under injected faults."""
-        if self._faults is None:
-            return 1
-        copies, delay_s = self._faults()
-        if delay_s:
-            threading.Event().wait(delay_s)
-        return copies
+
+def _in_brackets(host: str) -> str:
+    """A host for an address with a port: IPv6 stands in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def _token_check(token: str) -> grpc.ServerInterceptor:

@@ -1,4 +1,4 @@
-"""For tests of the channel: a message, faults on purpose, and a server in a process of its own.
+"""For tests of the channel: a message, and a server in a process of its own.
 
 `python channel_peer.py [seconds]` prints its address and ends with its standard input. A batch is answered with its own
 hidden state, a health request after that many seconds.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
@@ -37,34 +36,6 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not holds():
         assert time.monotonic() < until
         threading.Event().wait(0.001)
-
-
-class Fault(NamedTuple):
-    """What happens to one message: it arrives `copies` times (0: never), `delay_s` seconds late."""
-
-    copies: int = 1
-    delay_s: float = 0.0
-
-
-DROP, REPEAT = Fault(copies=0), Fault(copies=2)
-
-
-class FaultInjector:
-    """Faults by the number of the message, counted from 0 as this side sends them.
-
-    Attributes:
-        sent: messages met so far.
-    """
-
-    def __init__(self, faults: Mapping[int, Fault]) -> None:
-        self._faults = dict(faults)
-        self._lock = threading.Lock()
-        self.sent = 0
-
-    def __call__(self) -> Fault:
-        with self._lock:
-            number, self.sent = self.sent, self.sent + 1
-        return self._faults.get(number, Fault())
 
 
 def main() -> None:

@@ -267,10 +267,11 @@ def add_random_profile(folder: Path, top_k: int, *, outputs: bool = False) -> No
     data, record = encode_arrays(ExpertProfile(counts.sum(axis=2), counts, counts, entropies, products))
     source = ProfileSource(
         kind="text" if outputs else "trace", sha256="0" * 64, tokens=100, output_tokens=100 if outputs else 0,
+        warmup_steps=0, warmup_weight=0.0,
     )  # fmt: skip
     (folder / record.file).write_bytes(data)
     profile = ProfileManifest(
-        profile_version=2, fingerprint=model_fingerprint(manifest), layers=layers, experts=experts, top_k=top_k,
+        profile_version=1, fingerprint=model_fingerprint(manifest), layers=layers, experts=experts, top_k=top_k,
         source=source, arrays=record,
     )  # fmt: skip
     (folder / PROFILE_NAME).write_bytes(profile.encode())

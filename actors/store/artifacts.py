@@ -24,10 +24,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -239,7 +240,7 @@ def load_maps(path: Path, shape: MapShape, width: int) -> Arrays:
     return arrays
 
 
-PROFILE_VERSION: Literal[2] = 2
+PROFILE_VERSION: Literal[1] = 1
 PROFILE_NAME = "profile.json"
 PROFILE_REMEDY = "make it with `tiermoe prepare MODEL --profile TEXT`"
 PROFILE_FILE = re.compile(r"profile-[0-9a-f]{16}\.safetensors")  # names of the arrays' files
@@ -252,12 +253,15 @@ class ProfileSource(Record):
         kind: text that the model ran, or a routing trace, which has no expert inputs.
         sha256: of the token ids, or of the trace's header.
         tokens, output_tokens: counted tokens; those of them that all experts ran on (0 for a trace).
+        warmup_steps, warmup_weight: the first tokens of a sequence, and how much each of them counts.
     """
 
     kind: Literal["text", "trace"]
     sha256: Sha256
     tokens: Count
     output_tokens: Bytes
+    warmup_steps: Bytes
+    warmup_weight: Annotated[float, Field(ge=0, le=1)]
 
 
 class ProfileManifest(ChecksummedManifest):
@@ -267,7 +271,7 @@ class ProfileManifest(ChecksummedManifest):
     version_field, version, version_name = "profile_version", PROFILE_VERSION, "profile version"
     remedy = PROFILE_REMEDY
 
-    profile_version: Literal[2]
+    profile_version: Literal[1]
     fingerprint: Sha256
     layers: Count
     experts: Count
@@ -345,14 +349,16 @@ def _problem(arrays: Arrays, shapes: Mapping[str, Shape]) -> str | None:
 class PolicyArtifacts:
     """The artifacts that a policy reads; None: not needed.
 
-    gates: of layers 0..L-2 (`PreGatedPrefetch`). profile: for buddies and thresholds.
+    gates: of layers 0..L-2 (`PreGatedPrefetch`). profile: for buddies and thresholds. predictors: of later layers
+    (`StridePrefetch`).
     """
 
     gates: tuple[PreGate, ...] | None = None
     profile: ExpertProfile | None = None
+    predictors: Sequence[Predictor] | None = None
 
 
-# by need of a policy (`PolicySettings.needs`); `predictors`, of a stride, are read by who makes the prefetch policy
+# by need of a policy (`PolicySettings.needs`); `predictors` are of a stride
 READERS: Mapping[str, Callable[[Path, Manifest], Any]] = {
     "gates": gates_of, "profile": read_profile,
 }
@@ -360,4 +366,7 @@ READERS: Mapping[str, Callable[[Path, Manifest], Any]] = {
 
 def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifest) -> PolicyArtifacts:
     """Read what a policy needs from a store's folder. Raises StoreError: a file is missing, damaged or foreign."""
-    return PolicyArtifacts(**{need: READERS[need](store, manifest) for need in READERS.keys() & policy.needs})
+    found = {need: READERS[need](store, manifest) for need in READERS.keys() & policy.needs}
+    if "predictors" in policy.needs:
+        found["predictors"] = predictors_of(store, manifest, policy.prefetch.distance)
+    return PolicyArtifacts(**found)

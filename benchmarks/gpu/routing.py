@@ -220,7 +220,7 @@ def profile_of(trace: RoutingTrace, seed: int = 0) -> ExpertProfile:
         shares = renormalised(np.exp(logits - logits.max(axis=1, keepdims=True)))
         counts.append(Coactivations(experts))
         counts[-1].add(ids, shares)
-        entropies.append(entropy_counts(shares))
+        entropies.append(entropy_counts(shares, np.ones(len(ids))))
     norms = np.random.default_rng(seed).uniform(1.0, 2.0, (layers, experts, experts))
     return ExpertProfile(
         np.stack([c.activations for c in counts]), np.stack([c.binary for c in counts]),

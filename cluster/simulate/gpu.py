@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from ...actors.core._core import Clock, VirtualLink, VirtualRun
 from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.cache.links import CacheLink
+from ...actors.engine.cache.slot_map import SlotMap
 from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.cost import load_s
@@ -48,10 +50,10 @@ class SimulatedGpu:
         )
         nowhere: Any = None
         pool = cast(Any, PoolSize(slots * nbytes, neurons, slots * neurons))
+        where = SlotMap(pool, [nowhere] * header.layers, header.experts, slots, nbytes, split, low_bit)
         self.cache = ExpertCache(
-            pool, [nowhere] * header.layers, nowhere, header.experts, slots, nbytes, eviction, self.stats,
-            Timeline(False), link, self.clock, min_useful, split, writeback, low_bit,
-        )  # fmt: skip
+            where, CacheLink(link, self.clock), eviction, self.stats, Timeline(False), min_useful, writeback
+        )
         self.run = VirtualRun(
             self.cache.core, link, self.clock, machine.expert_s, machine.expert_row_s, machine.kernel_share,
             machine.load_s / nbytes, machine.miss_s, neurons,

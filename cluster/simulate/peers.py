@@ -319,14 +319,8 @@ def make_simulated_placer(
     except ValueError as error:
         raise ConfigError(f"policy {settings.name}: {error}", "raise --budget") from error
     if kind == "context":
-        stats = cache.stats
-
-        def migrated() -> None:
-            stats.migrations += 1
-
         hot_set = HotSet(hot_slots, settings.placement.alpha)
-        near, renew = settings.placement.prompts == "ndp", settings.placement.renew
-        return engine.ContextPlacer(cache, experts, shards, pool, widest, hot_set, bits, migrated, near, renew)
+        return engine.ContextPlacer(cache, experts, shards, pool, widest, hot_set, bits, settings.placement)
     known = counts if counts is not None and counts.any() else None
     return engine.StaticPlacer(cache, experts, shards, pool, widest, hot_slots, bits, known)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...actors.policies.baselines import Predictor, train_predictor
-from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, renormalised
+from ...actors.policies.buddymoe.buddies import ExpertProfile, RoutingCounts, renormalised, warmup_weights
 from ...actors.policies.prefetch import PrefetchPolicy, Wanted
 from ...actors.store.artifacts import PredictorsOf, read_predictors
 from ...errors import TraceError
@@ -58,12 +58,14 @@ def train_predictors(
 def routing_profile(
     header: TraceHeader,
     requests: Iterable[Request],
+    warmup_steps: int = 0,
+    warmup_weight: float = 1.0,
     advanced: Callable[[], None] | None = None,
 ) -> ExpertProfile:
     """A profile of the experts by a trace's routing, without likeness of outputs.
 
     Args:
-        advanced: called after each request.
+        warmup_steps: first tokens of a request, which count `warmup_weight`. advanced: called after each request.
 
     Raises:
         TraceError: pairs of so many experts take more than `TraceHeader.refuse_pairs` allows.
@@ -71,9 +73,12 @@ def routing_profile(
     header.refuse_pairs(4, "take a policy without buddies")  # two sums, and their copies
     layers = [RoutingCounts(header.experts) for _ in range(header.layers)]
     for request in requests:
+        row = 0
         for step in request.iterations:
+            counts = warmup_weights(np.arange(row, row + len(step.tokens)), warmup_steps, warmup_weight)
+            row += len(step.tokens)
             for layer, routing in enumerate(layers):
-                routing.add(step.ids[:, layer], renormalised(step.weights[:, layer]))
+                routing.add(step.ids[:, layer], renormalised(step.weights[:, layer]), counts)
         if advanced is not None:
             advanced()
     return ExpertProfile(

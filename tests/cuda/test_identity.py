@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_rigs import bytes_held
 from policy_presets import POLICIES
 from serving import greedy, logits, policy, prepared, reference_greedy, serving_locally
 
@@ -100,7 +101,7 @@ def _settings(preset: str, budget: float, target: torch.device, **more: Any) -> 
 def _check_budget(worker: LocalWorker) -> None:
     stats = worker.stats()
     assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
-    assert worker.engine.cache.residency.bytes_held <= stats.expert_budget_bytes
+    assert bytes_held(worker.engine.cache) <= stats.expert_budget_bytes
 
 
 @pytest.mark.parametrize("preset", ON_THE_GPU)

@@ -24,10 +24,18 @@ from tiermoe.actors.store.files import ExpertStore, LayerArrays
 from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.jobs.prepare import capture, prepare
-from tiermoe.cluster.jobs.prepare import profile as collect
 from tiermoe.cluster.jobs.prepare.calibration import Windows
-from tiermoe.cluster.jobs.prepare.profile import Collector, Partial, profile_text, profile_trace, size_table
-from tiermoe.errors import StoreError, TraceError
+from tiermoe.cluster.jobs.profile import ProfileOptions
+from tiermoe.cluster.jobs.profile import collect_profile as collect
+from tiermoe.cluster.jobs.profile.collect_profile import Collector, Partial, profile_text, profile_trace
+from tiermoe.cluster.jobs.profile.profile_options import (
+    alikeness,
+    size_distributions,
+    size_table,
+    taken,
+    write_figures,
+)
+from tiermoe.errors import ConfigError, StoreError, TraceError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel
 
 SENTENCE = "Profiles say which experts of a layer are picked together, and which do the same. "
@@ -73,8 +81,9 @@ def test_sums_are_those_of_direct_loops(
     opened = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
     model = build_model(tmp_path / "store", opened.manifest, torch.float32, torch.device("cpu"), "auto")
     windows = Windows(np.random.default_rng(0).integers(3, 100, (5, 8)))
+    options = ProfileOptions(output_tokens=13, warmup_steps=2, warmup_weight=0.5)
     weights = host_weights(opened.layers)
-    collector = Collector(model, find_blocks(model, opened.manifest), weights, windows, 13)
+    collector = Collector(model, find_blocks(model, opened.manifest), weights, windows, options)
     noting = [_Noting(profiler) for profiler in collector.profilers]
     for note in noting:
         note.profiler.forward = note.forward
@@ -101,7 +110,8 @@ def test_sums_are_those_of_direct_loops(
         assert found.outputs.dots[layer] == pytest.approx(dots, rel=1e-4, abs=1e-6)
         assert found.outputs.norms[layer] == pytest.approx(norms, rel=1e-4, abs=1e-6)
         routing = RoutingCounts(count)
-        routing.add(ids.numpy(), renormalised(w.numpy()))
+        counts = np.tile([0.5, 0.5, 1, 1, 1, 1, 1, 1], 5)
+        routing.add(ids.numpy(), renormalised(w.numpy()), counts)
         assert found.activations[layer] == pytest.approx(routing.pairs.activations)
         assert found.binary[layer] == pytest.approx(routing.pairs.binary)
         assert found.weighted[layer] == pytest.approx(routing.pairs.weighted)
@@ -140,7 +150,7 @@ def test_profile_and_read(store: Path, checkpoint: Path, text: Path) -> None:
     first = (store / PROFILE_NAME).stat().st_mtime_ns
     assert profile_text(store, checkpoint, text, progress=False) == made  # the same again: nothing to do
     assert (store / PROFILE_NAME).stat().st_mtime_ns == first
-    other = profile_text(store, checkpoint, text, output_tokens=64, progress=False)
+    other = profile_text(store, checkpoint, text, ProfileOptions(output_tokens=64), progress=False)
     assert other.arrays.file != made.arrays.file
     assert [p.name for p in store.glob("profile-*")] == [other.arrays.file]  # the old arrays are gone
     ExpertStore(store, verify="full")  # still a store
@@ -181,31 +191,9 @@ def test_an_interrupted_profile_resumes(
     assert ran == [0, 2]  # windows of 256 tokens
 
 
-@pytest.mark.parametrize("damage", ["garbage", "other key", "other shape", "not finite"])
-def test_sums_of_no_use_are_thrown_away(damage: str, tmp_path: Path) -> None:
-    like = {"a": np.ones((2, 3))}
-    partial = Partial(tmp_path / "work", "key")
-    assert partial.load(like) is None
-    state = {"a": np.full((2, 3), np.inf)} if damage == "not finite" else {"a": np.zeros((2, 3))}
-    partial.save(state, 5)
-    if damage == "garbage":
-        next((tmp_path / "work").iterdir()).write_bytes(b"12345678901234")
-    elif damage == "other key":
-        partial = Partial(tmp_path / "work", "other")
-    elif damage == "other shape":
-        like = {"a": np.ones((3, 3))}
-    assert partial.load(like) is None
-    Partial(tmp_path / "work", "key").save({"a": np.full(like["a"].shape, 3.0)}, 6)
-    found = Partial(tmp_path / "work", "key").load(like)
-    assert found[1] == 6
-    assert (found[0]["a"] == 3).all()
-
-
 def _traced(store: Path, out: Path, **changes: object) -> Path:
     manifest = read_manifest(store)
-    shape = header(
-        layers=2, experts=8, fingerprint=changes.pop("fingerprint", model_fingerprint(manifest)), **changes
-    )  # type: ignore[arg-type]
+    shape = header(layers=2, experts=8, fingerprint=changes.pop("fingerprint", model_fingerprint(manifest)), **changes)  # type: ignore[arg-type]
     write(out, shape, [[1, 2, 3], [4, 5], [6, 7, 8, 9]], decodes=4)
     return out
 
@@ -213,7 +201,7 @@ def _traced(store: Path, out: Path, **changes: object) -> Path:
 def test_a_trace_gives_what_its_routing_says(store: Path, tmp_path: Path) -> None:
     trace = _traced(store, tmp_path / "trace")
     written = write(tmp_path / "again", header(layers=2, experts=8), [[1, 2, 3], [4, 5], [6, 7, 8, 9]], decodes=4)
-    made = profile_trace(store, trace, progress=False)
+    made = profile_trace(store, trace, ProfileOptions(warmup_steps=1, warmup_weight=0.0), progress=False)
     assert made.source.kind == "trace"
     assert made.source.output_tokens == 0
     assert made.source.tokens == 21
@@ -222,11 +210,12 @@ def test_a_trace_gives_what_its_routing_says(store: Path, tmp_path: Path) -> Non
     for layer in range(2):
         counts = np.zeros(8)
         for request in written:
-            ids = np.concatenate([step.ids[:, layer] for step in request])
+            ids = np.concatenate([step.ids[:, layer] for step in request])[1:]  # its first token is warm-up
             counts += np.bincount(ids.ravel(), minlength=8)
         assert profile.activations[layer].tolist() == counts.tolist()
         assert profile.binary[layer].sum() == counts.sum()
-    assert {row[0] for row in size_table(profile).rows} == {"coactivation"}
+    assert size_distributions(profile)[-1]["by"] == "coactivation"
+    assert alikeness(profile) == []
 
 
 def test_refusals(store: Path, tmp_path: Path) -> None:
@@ -236,6 +225,9 @@ def test_refusals(store: Path, tmp_path: Path) -> None:
         profile_trace(store, tmp_path / "nothing", progress=False)
     with pytest.raises(StoreError, match=r"has no profile.*--profile TEXT"):
         read_profile(store, read_manifest(store))
+    for wrong in ({"output_tokens": 0}, {"warmup_steps": -1}, {"warmup_weight": 1.5}):
+        with pytest.raises(ConfigError):
+            ProfileOptions(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +260,28 @@ def test_a_damaged_profile_is_refused_and_made_again(damage: str, named: str, st
         assert read_profile(store, read_manifest(store)).activations.sum() > 0
 
 
+def test_figures_and_report(store: Path, checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    profile_text(store, checkpoint, text, progress=False)
+    profile = read_profile(store, read_manifest(store))
+    files = write_figures(tmp_path / "figures", profile, "tiny")
+    assert sorted(p.name for p in files) == sorted(p.name for p in (tmp_path / "figures").iterdir())
+    assert len(files) == 3 * 2 + 1
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in files[:-1])
+    assert all(b"tiny, its own routing (real)" in p.read_bytes() for p in files[:-1])
+    report = json.loads(files[-1].read_text())
+    rows = report["sizes"]
+    assert len(rows) == 3 * 3 * 2
+    for row in rows:
+        assert 0 <= row["least"] <= row["median"] <= row["most"] <= 7
+        assert row["mean"] <= row["uncapped_mean"]
+    means = [row["mean"] for row in rows if (row["by"], row["layer"]) == ("output", 1)]
+    assert means == sorted(means)  # larger alpha, longer lists
+    assert len(report["alikeness"]) == 2
+    assert {row["by"] for row in taken(profile)} == {"coactivation", "output", "blend"}
+    assert all(0 <= row["taken"] <= 1 for row in report["taken"])
+    assert len(size_table(rows).rows) == 9
+
+
 def test_by_whatever_path_a_profile_is_made_once(
     checkpoint: Path, text: Path, tmp_path: Path, interrupted: Callable[..., list[int]]
 ) -> None:
@@ -289,16 +303,3 @@ def test_by_whatever_path_a_profile_is_made_once(
         assert done.exit_code == 0, done.output
     assert ran == [0, 2]
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["store"]
-
-
-def test_command(store: Path, text: Path) -> None:
-    run = CliRunner().invoke(app, ["prepare", str(store), "--profile", str(text)])
-    assert run.exit_code == 0, run.output
-    assert run.stdout.strip() == str(store)
-    rows = size_table(read_profile(store, read_manifest(store))).rows
-    assert len(rows) == 3 * 3  # rankings, alphas
-    for row in rows:
-        assert " ".join(row) in " ".join(run.stderr.split())
-        least, mean, most, free = (float(row[place]) for place in (2, 3, 4, 6))
-        assert 0 <= least <= mean <= most <= 7
-        assert mean <= free

@@ -52,12 +52,12 @@ def activating_entropy(shares: NDArray[Any], temperature: float = 1.0) -> Floats
     return found
 
 
-def entropy_counts(shares: NDArray[Any]) -> Floats:
-    """Histograms [temperatures, BINS] of the tokens' TAE."""
+def entropy_counts(shares: NDArray[Any], token_weights: Floats) -> Floats:
+    """Histograms [temperatures, BINS] of the tokens' TAE; token_weights [T], how much each token counts."""
     found = np.empty((len(TEMPERATURES), BINS))
     for place, temperature in enumerate(TEMPERATURES):
         bins = np.minimum((activating_entropy(shares, temperature) * BINS).astype(np.int64), BINS - 1)
-        found[place] = np.bincount(bins, minlength=BINS)
+        found[place] = np.bincount(bins, token_weights, BINS)
     return found
 
 
@@ -98,19 +98,21 @@ class Coactivations:
         self.binary = np.zeros((experts, experts))
         self.weighted = np.zeros((experts, experts))
 
-    def add(self, ids: NDArray[Any], shares: NDArray[Any]) -> None:
+    def add(self, ids: NDArray[Any], shares: NDArray[Any], token_weights: NDArray[Any] | None = None) -> None:
         """Count tokens.
 
         Args:
             ids: [T, K], the distinct experts that each token picks. shares: [T, K], p~(i|x), which sum to one.
+            token_weights: [T], weight of each token, see `warmup_weights`; None: one.
         """
         experts, top = self.experts, ids.shape[1]
         chosen = ids.astype(np.int64)
-        self.activations += np.bincount(chosen.ravel(), minlength=experts)
+        counts = np.ones(len(chosen)) if token_weights is None else token_weights.astype(np.float64)
+        self.activations += np.bincount(chosen.ravel(), np.repeat(counts, top), experts)
         pairs = (chosen[:, :, None] * experts + chosen[:, None, :])[:, ~np.eye(top, dtype=bool)]  # [T, K (K - 1)]
         least = np.minimum(shares[:, :, None], shares[:, None, :])[:, ~np.eye(top, dtype=bool)]
         for into, amounts in ((self.binary, np.ones_like(least)), (self.weighted, least)):
-            found = np.bincount(pairs.ravel(), amounts.ravel(), experts * experts)
+            found = np.bincount(pairs.ravel(), (amounts * counts[:, None]).ravel(), experts * experts)
             into += found.reshape(experts, experts)
 
 
@@ -119,6 +121,11 @@ def renormalised(weights: NDArray[Any]) -> Floats:
     held = weights.astype(np.float64)
     total = held.sum(axis=1, keepdims=True)
     return np.divide(held, total, out=np.full_like(held, 1 / held.shape[1]), where=total > 0)
+
+
+def warmup_weights(steps: NDArray[Any], warmup: int, weight: float) -> Floats:
+    """Weight of tokens at these steps of their sequence: `weight` below step `warmup`, else one (section 3.3)."""
+    return np.where(steps < warmup, weight, 1.0)
 
 
 def coactivation_shares(counts: Floats, activations: Floats, epsilon: float) -> Floats:
@@ -344,9 +351,9 @@ class RoutingCounts:
 
     def __init__(self, experts: int) -> None:
         self.pairs = Coactivations(experts)
-        self.entropies = entropy_counts(np.full((0, 2), 0.5))
+        self.entropies = entropy_counts(np.full((0, 2), 0.5), np.zeros(0))
 
-    def add(self, ids: NDArray[np.integer], shares: Floats) -> None:
-        """ids, shares p~ [T, K]."""
-        self.pairs.add(ids, shares)
-        self.entropies += entropy_counts(shares)
+    def add(self, ids: NDArray[np.integer], shares: Floats, token_weights: Floats) -> None:
+        """ids, shares p~ [T, K]; token_weights [T], weight of each token."""
+        self.pairs.add(ids, shares, token_weights)
+        self.entropies += entropy_counts(shares, token_weights)

@@ -153,8 +153,8 @@ def add_missing(
 
 def _make(need: str, store: Path, policy: PolicySettings, model_dir: Path, text: Path) -> None:
     """One artifact, without output. Torch takes seconds to import: only here."""
+    from ..profile.collect_profile import profile_text
     from .measures import add_gates, add_predictors
-    from .profile import profile_text
 
     quiet = Console(quiet=True)
     if need == "gates":

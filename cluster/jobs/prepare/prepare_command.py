@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from ....actors.store.files import published_refused
@@ -22,6 +21,8 @@ from ...report.files import check_folder
 from ...report.output import stdout
 from ...simulate.trace import HEADER_NAME
 from ..options import as_command, fields_as_options
+from ..profile import OUTPUT_TOKENS
+from ..profile.profile_options import ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration
 from .make_store import default_store_dir, is_store, prepare, refuse_foreign
 from .replica_options import CALIBRATION_TOKENS, ReplicaOptions, parse_bits
@@ -66,6 +67,16 @@ class Additions:
     profile_trace: Annotated[
         Path | None, Opt(help="Add a profile from a recorded trace: co-activation only.", metavar="TRACE")
     ] = None
+    profile_outputs: Annotated[
+        int | None, Opt(help=f"Tokens on which all experts run, to compare outputs; default: {OUTPUT_TOKENS}.")
+    ] = None
+    profile_warmup: Annotated[
+        int | None, Opt(help="First tokens of each window or request, which count less; default: 0.")
+    ] = None
+    profile_warmup_weight: Annotated[float | None, Opt(help="Weight of these tokens, 0 to 1; default: 0.")] = None
+    profile_figures: Annotated[
+        Path | None, Opt(help="Folder for heat maps of the profile, and its figures as JSON.")
+    ] = None
     gates: Annotated[
         Path | None, Opt(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
     ] = None
@@ -78,15 +89,17 @@ class Additions:
         """
         if self.stride is not None and self.predictors is None:
             raise ConfigError("--stride is given without --predictors", "add --predictors TEXT, or leave it out")
-        if self.profile is not None and self.profile_trace is not None:
-            raise ConfigError("--profile and --profile-trace are both given", "leave one out: a store has one profile")
+        profiling = profile_request(
+            self.profile, self.profile_trace, self.profile_figures, self.profile_outputs, self.profile_warmup,
+            self.profile_warmup_weight,
+        )  # fmt: skip
         options = self._replicas()
         text = calibration_text(model, self.calibration) if self._is_calibrated else None
-        for given in (*self._texts(), *([] if self.profile is None else [self.profile])):
+        for given in self._texts():
             read_texts(given)
         if published_as(model) is not None and (self._texts() or text is not None):
             raise published_refused(f"checkpoint {shown(model)}")
-        return list(self._calls(model, options, text))
+        return list(self._calls(model, options, text, profiling))
 
     def refuse_for(self, store: Path) -> None:
         """Raise ConfigError if a text cannot be measured on this store."""
@@ -124,7 +137,7 @@ class Additions:
         )  # fmt: skip
 
     def _calls(
-        self, model: Path, options: ReplicaOptions | None, text: Path | None
+        self, model: Path, options: ReplicaOptions | None, text: Path | None, profiling: ProfileRequest | None
     ) -> Iterator[Callable[[Path], object]]:
         if options is not None:
             yield lambda store: add_replicas(store, model, options, text)
@@ -137,15 +150,8 @@ class Additions:
                 yield lambda store: add_predictors(store, model, predictors, stride)
             if gates is not None:
                 yield lambda store: add_gates(store, model, gates)
-        profile, trace = self.profile, self.profile_trace
-        if profile is not None or trace is not None:
-            from .profile import profile_text, profile_trace, show_buddies
-
-            if profile is not None:
-                yield lambda store: profile_text(store, model, profile)
-            if trace is not None:
-                yield lambda store: profile_trace(store, trace)
-            yield lambda store: show_buddies(store, Console(stderr=True))
+        if profiling is not None:
+            yield lambda store: profiling.run(store, model)
 
 
 def calibration_text(model: Path, given: Path | None) -> Path:

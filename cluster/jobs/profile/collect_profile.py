@@ -1,4 +1,4 @@
-"""`tiermoe prepare --profile`: which experts of a layer stand in for each other, written into the store, atomically.
+"""Profiles the experts of a store and writes the profile into its folder, atomically.
 
     text   runs through the model; sums are saved in OUT.profile after each forward, so an interrupted run resumes
     trace  its routing is counted; a trace has no expert inputs, so there is no output similarity
@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +25,7 @@ from safetensors.numpy import load
 from ....actors.engine.cache.slots import LayerWeights
 from ....actors.engine.cache.sources import host_weights
 from ....actors.engine.model.model import MoeBlock, experts_per_token
-from ....actors.policies.buddymoe.buddies import (
-    BuddyOptions,
-    ExpertProfile,
-    Outputs,
-    Ranking,
-    RoutingCounts,
-    renormalised,
-)
+from ....actors.policies.buddymoe.buddies import ExpertProfile, Outputs, RoutingCounts, renormalised, warmup_weights
 from ....actors.store.artifacts import (
     PROFILE_FILE,
     PROFILE_VERSION,
@@ -40,22 +33,20 @@ from ....actors.store.artifacts import (
     ProfileSource,
     encode_arrays,
     encode_tensors,
-    read_profile,
     read_profile_manifest,
 )
 from ....actors.store.files import ExpertStore
 from ....actors.store.format import Manifest, model_fingerprint, read_manifest
 from ....errors import StoreError, TraceError
-from ...report.tables import Grid, grid, progress_on, show
+from ...report.tables import progress_on
 from ...simulate.predictors import routing_profile
 from ...simulate.trace import HEADER_NAME, Trace
-from .calibration import Windows, read_windows
-from .capture import Watcher, batches, load_model, run_batch, watching
-from .writer import beside, disk_errors, locked, publish, write_file
+from ..prepare.calibration import Windows, read_windows
+from ..prepare.capture import Watcher, batches, load_model, run_batch, watching
+from ..prepare.writer import beside, disk_errors, locked, publish, write_file
+from . import ProfileOptions
 
 BLOCK_BYTES = 256 << 20
-OUTPUT_TOKENS = 8192  # evenly spread over the text, on which every expert runs: E / top-k times the experts' work
-ALPHAS = (0.75, 0.95, 0.99)  # of the paper's tables
 State = dict[str, NDArray[np.float64]]
 _WORK = ".profile"
 _ALGORITHM = 1  # changed when the same text gives other sums
@@ -64,7 +55,7 @@ _ALGORITHM = 1  # changed when the same text gives other sums
 class LayerProfiler(Watcher):
     """Sums one layer's routing, and the products of its experts' outputs (see `Outputs`): dots, norms float64 [E, E].
 
-    sampled: set before each forward; its rows on which all experts run.
+    sampled, token_weights: set before each forward; its rows on which all experts run, and the weight of each row.
     """
 
     def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
@@ -73,10 +64,11 @@ class LayerProfiler(Watcher):
         self.routing = RoutingCounts(experts)
         self.dots, self.norms = torch.zeros(2, experts, experts, dtype=torch.float64)
         self.sampled: torch.Tensor = torch.zeros(0, dtype=torch.int64)
+        self.token_weights: NDArray[np.float64] = np.zeros(0)
         self._rows = max(1, BLOCK_BYTES // (4 * experts * hidden))
 
     def see(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        self.routing.add(ids.numpy(), renormalised(weights.float().numpy()))
+        self.routing.add(ids.numpy(), renormalised(weights.float().numpy()), self.token_weights)
         for rows in self.sampled.split(self._rows):
             x = hidden[rows].float()
             y = torch.stack([self.post(self.expert(e, x)) for e in range(len(self.down))], dim=1)  # [n, E, H]
@@ -113,11 +105,11 @@ class Collector:
         blocks: Sequence[MoeBlock],
         weights: Sequence[LayerWeights],
         windows: Windows,
-        output_tokens: int,
+        options: ProfileOptions,
     ) -> None:
-        self._model, self._blocks, self._windows = model, blocks, windows
+        self._model, self._blocks, self._windows, self._options = model, blocks, windows, options
         self.profilers = [LayerProfiler(*layer) for layer in zip(blocks, weights, strict=True)]
-        self.output_tokens = min(output_tokens, windows.tokens)
+        self.output_tokens = min(options.output_tokens, windows.tokens)
 
     def run(self, done: int, advanced: Callable[[int], None]) -> Iterator[int]:
         """Run the windows from `done` on; yields their number after each forward, `advanced` gets its tokens."""
@@ -145,13 +137,15 @@ class Collector:
         return ExpertProfile(**state, outputs=Outputs(dots, norms))
 
     def announce(self, first: int, ids: NDArray[np.int64]) -> None:
-        """Set every layer's sampled rows of the next forward."""
+        """Set every layer's sampled rows and token weights of the next forward."""
         total, wanted = self._windows.tokens, self.output_tokens
         numbers = np.arange(first, first + ids.size)
         # exactly `wanted` of all tokens, evenly: the rounded share changes there
         sampled = torch.from_numpy(np.flatnonzero((numbers + 1) * wanted // total != numbers * wanted // total))
+        steps = numbers % ids.shape[1]
+        counts = warmup_weights(steps, self._options.warmup_steps, self._options.warmup_weight)
         for profiler in self.profilers:
-            profiler.sampled = sampled
+            profiler.sampled, profiler.token_weights = sampled, counts
 
 
 class Partial:
@@ -190,32 +184,30 @@ class Partial:
 
 
 def profile_text(
-    store: Path, model_dir: Path, text: Path, output_tokens: int = OUTPUT_TOKENS, *, progress: bool = True
+    store: Path, model_dir: Path, text: Path, options: ProfileOptions | None = None, *, progress: bool = True
 ) -> ProfileManifest:
-    """Profile a store's experts on text. A profile of the same text stays, any other one is replaced.
+    """Profile a store's experts on text. A profile of the same text and options stays, any other one is replaced.
 
     Args:
         model_dir: folder with the tokenizer and config.json: the checkpoint or the store itself.
         text: file or folder, see `read_texts`.
-        output_tokens: on which all experts run, at most.
 
     Raises:
         ConfigError: no text, or too little. StoreError: the store is damaged, or the disk is full.
     """
+    options = ProfileOptions() if options is None else options
     console = Console(stderr=True, quiet=not progress)
     manifest = read_manifest(store)
     windows = read_windows(text, model_dir, console)
-    outputs = min(output_tokens, windows.tokens)
-    source = ProfileSource(
-        kind="text", sha256=windows.record().sha256, tokens=windows.tokens, output_tokens=outputs
-    )
+    outputs = min(options.output_tokens, windows.tokens)
+    source = options.source("text", windows.record().sha256, windows.tokens, outputs)
     with locked(store, console):
         present = _present(store, manifest, source)
         if present is not None:
             return present
         opened = ExpertStore(store, verify="stamp")
         model, blocks = load_model(store, manifest, None)
-        collector = Collector(model, blocks, host_weights(opened.layers), windows, outputs)
+        collector = Collector(model, blocks, host_weights(opened.layers), windows, options)
         key = json.dumps([_ALGORITHM, model_fingerprint(manifest), source.model_dump()], sort_keys=True)
         partial = Partial(beside(store, _WORK), key)
         first = 0
@@ -229,12 +221,15 @@ def profile_text(
         return _publish(store, manifest, collector.profile(), experts_per_token(model.config), source)
 
 
-def profile_trace(store: Path, trace: Path, *, progress: bool = True) -> ProfileManifest:
+def profile_trace(
+    store: Path, trace: Path, options: ProfileOptions | None = None, *, progress: bool = True
+) -> ProfileManifest:
     """Profile a store's experts from a recorded trace. Another profile is replaced.
 
     Raises:
         TraceError: the trace is corrupt, empty or of another model. StoreError: not a store, or the disk is full.
     """
+    options = ProfileOptions() if options is None else options
     console = Console(stderr=True, quiet=not progress)
     manifest, found = read_manifest(store), Trace(trace)
     header = found.header
@@ -243,14 +238,16 @@ def profile_trace(store: Path, trace: Path, *, progress: bool = True) -> Profile
     if not header.rows:
         raise TraceError(f"'{trace}' has no rows to profile", "record a longer trace")
     digest = hashlib.sha256((trace / HEADER_NAME).read_bytes()).hexdigest()
-    source = ProfileSource(kind="trace", sha256=digest, tokens=header.rows, output_tokens=0)
+    source = options.source("trace", digest, header.rows, 0)
     with locked(store, console):
         present = _present(store, manifest, source)
         if present is not None:
             return present
         with progress_on(console) as bar:
             task = bar.add_task("profiling experts", total=header.requests)
-            profile = routing_profile(header, found.requests(), lambda: bar.advance(task))
+            profile = routing_profile(
+                header, found.requests(), options.warmup_steps, options.warmup_weight, lambda: bar.advance(task)
+            )
         return _publish(store, manifest, profile, header.top_k, source)
 
 
@@ -283,26 +280,3 @@ def _publish(
     write_file(store / record.file, data)
     publish(store, beside(store, _WORK), (), made, (record,), PROFILE_FILE)
     return made
-
-
-def show_buddies(store: Path, console: Console) -> None:
-    """Print how many buddies the experts of a store's profile have."""
-    show(console, size_table(read_profile(store, read_manifest(store))))
-
-
-def size_table(profile: ExpertProfile) -> Grid:
-    """|B(i; alpha)| over all experts, for each ranking that the profile has and each of `ALPHAS`; means by layer."""
-    cells = []
-    for by in get_args(Ranking):
-        if by != "coactivation" and profile.outputs is None:
-            continue
-        for alpha in ALPHAS:
-            free = profile.buddies(BuddyOptions(by=by, alpha=alpha, max_buddies=profile.experts)).sizes  # [L, E]
-            sizes = np.minimum(free, BuddyOptions.max_buddies)
-            means = sizes.mean(axis=1)
-            cells.append((
-                by, f"{alpha:g}", str(sizes.min()), f"{sizes.mean():.1f}", str(sizes.max()),
-                f"{means.min():.1f} to {means.max():.1f}", f"{free.mean():.1f}", f"{(free > sizes).sum()} experts",
-            ))  # fmt: skip
-    columns = ("by", "alpha", "least", "mean", "most", "mean by layer", "without K_max", "cut")
-    return grid("buddies of an expert", columns, cells)
