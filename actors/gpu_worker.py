@@ -115,13 +115,13 @@ class GpuWorker:
         from .engine.cache.device import settle_budget
         from .engine.cache.low_bits import open_replica_weights
         from .engine.cache.sources import open_sources
+        from .engine.dense.compile import CompiledDense
         from .engine.describe import describe
         from .engine.engine import ExpertEngine, PeerLinks
         from .engine.make_cache import ModelExperts
         from .engine.make_device import make_device
         from .engine.model.architecture import left_out
         from .engine.model.attention import attention_of_steps
-        from .engine.model.compile import CompiledDense
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .store.artifacts import read_policy_artifacts
 
@@ -354,10 +354,6 @@ class GpuWorker:
         own = {"shard": "shard/0", "state": "serving"} | account(self._engine.stats())
         # a health report has no null: before anything ran, it has no rate
         return [{"hit_rate": None} | part if "hits" in part else part for part in (own, *others)]
-
-    def ndp_stats(self) -> list[dict[str, Any]]:
-        """Counters of each NDP worker (`worker`: its name) since its start; a lost or late one has only its `state`."""
-        return self._engine.ndp.reports() if self._engine is not None and self._engine.ndp is not None else []
 
     def matcher_stats(self) -> dict[str, Any] | None:
         """Counters of the matcher since its start, and of the connection; None: the policy uses no matcher."""

@@ -19,7 +19,8 @@ from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.links import CacheLink, loader_link
 from tiermoe.actors.engine.cache.loader import Loader, LoadJob
-from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart, SlotMap, SlotMemory, SlotPool
+from tiermoe.actors.engine.cache.slot_map import SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart, SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.stream_link import stream_link
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
@@ -78,6 +79,12 @@ def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] 
             run(segment)
     cache.core.close()
     cache.draw()
+
+
+def bytes_held(cache: ExpertCache) -> int:
+    """Of the slots in use."""
+    classes = zip(cache.residency.class_slots, cache.where.class_bytes, strict=True)
+    return sum((slots - cache.residency.free_of(number)) * size for number, (slots, size) in enumerate(classes))
 
 
 def place_of(cache: ExpertCache, segment: int, slot: int) -> tuple[int, int]:

@@ -16,7 +16,8 @@ from orders_reference import reference_of
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.cache.places import thread_link
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
+from tiermoe.actors.engine.cache.slot_map import SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.executors import executor_of
 from tiermoe.actors.engine.hooks import Hooks

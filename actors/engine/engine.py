@@ -26,7 +26,8 @@ from ..store.artifacts import PolicyArtifacts
 from ..store.format import ExpertShape
 from ..store.replicas import ReplicaTables
 from .cache.device import Device
-from .cache.low_bits import ReplicaPool, make_packed_kernel
+from .cache.low_bits import ReplicaPool
+from .calls import RemoteExperts
 from .dispatch import DeviceBackend
 from .executors import executor_of
 from .hooks import Hooks, RerouteHook
@@ -43,14 +44,14 @@ from .make_policies import (
     scores_asked,
     unasked_layers,
 )
-from .model.form_kernels import kernels_of
+from .model.form_kernels import kernels_of, make_packed_kernel
 from .model.kernels import SteppedKernel, expert_seconds
 from .model.model import MoeBlock, attach, detach
 from .passes import Shared
 from .peers.auto import AutoPlacer, make_auto
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
-from .peers.remote import NdpPool, RemoteExperts
+from .peers.remote import NdpPool
 from .peers.shards import Shards, owners
 from .peers.start_costs import PROBED, probe_costs
 from .placer import Placer
@@ -273,10 +274,7 @@ class ExpertEngine:
         )  # fmt: skip
         if rule is None:
             return None
-        peers = None
-        if self.shards is not None:
-            peers = self.shards.caches
-        return Rerouter(rule, self.cache, blocks, self.top_k, peers)
+        return Rerouter(rule, self.cache, blocks, self.top_k, None if self.shards is None else self.shards.caches.join)
 
     def _make_views(self, blocks: Sequence[MoeBlock], rerouter: Rerouter | None) -> HostViews:
         """The layers' host views: on a GPU one fetch for all that the policies read."""

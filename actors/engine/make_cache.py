@@ -23,7 +23,8 @@ from .cache.links import CacheLink, Carrier, loader_link
 from .cache.loader import Loader
 from .cache.low_bits import ReplicaWeights, make_part
 from .cache.places import linkable, thread_link
-from .cache.slots import ExpertSource, LayerWeights, SlotMap, SlotMemory, SlotPool
+from .cache.slot_map import SlotMap
+from .cache.slots import ExpertSource, LayerWeights, SlotMemory, SlotPool
 from .cuda.device import CudaDevice
 from .cuda.stream_link import stream_link
 from .stats import EngineStats, LayerStats, Timeline

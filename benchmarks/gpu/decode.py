@@ -24,11 +24,11 @@ import torch
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.engine import ExpertEngine, PeerLinks
+from tiermoe.actors.engine.host_times import PARTS, device_calls, host_passes
 from tiermoe.actors.engine.make_cache import ModelExperts
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.model.attention import steady_sdpa
 from tiermoe.actors.engine.model.kernels import KernelPlan
-from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes
 from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings

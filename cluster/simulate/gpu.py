@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, cast
 from ...actors.core._core import Clock, VirtualLink, VirtualRun
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.links import CacheLink
-from ...actors.engine.cache.slots import LowBitPart, SlotMap
+from ...actors.engine.cache.slot_map import SlotMap
+from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.cost import load_s
 from ...actors.policies.eviction import EvictionPolicy
@@ -34,7 +35,7 @@ class SimulatedGpu:
         slots: for whole experts. The others are as of `ExpertCache`.
 
     Attributes:
-        run: the layers.
+        run: the layers. link: its own.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class SimulatedGpu:
     ) -> None:  # fmt: skip
         keys, nbytes, neurons = header.layers * header.experts, header.slot_bytes, 1 if split is None else split.neurons
         self.clock = Clock()
-        link = virtual_link(self.clock, machine)
+        link = self.link = virtual_link(self.clock, machine)
         self.stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], slots=slots, experts=keys, executor="simulated"
         )

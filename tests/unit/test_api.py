@@ -188,7 +188,7 @@ def test_openrouters_usage_is_that_of_a_stream(usage: Any) -> None:
     assert all("usage" not in chunk for chunk in off)
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/status", "/v1/models", "/version"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/version"])
 def test_head_is_answered_where_get_is(path: str) -> None:
     """aiperf and health checks ask so."""
     head, whole = (ask(FakeBackend(), lambda http, method=method: http.request(method, path))

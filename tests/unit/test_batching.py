@@ -553,7 +553,7 @@ def test_it_serves_once_the_start_is_over(mixtral_store: Any, batching: str, mon
                 call()
         return []
 
-    monkeypatch.setattr("tiermoe.actors.engine.model.compile.CompiledDense.settle", look)
+    monkeypatch.setattr("tiermoe.actors.engine.dense.compile.CompiledDense.settle", look)
     worker.start()
     try:
         assert states == ["probing"]

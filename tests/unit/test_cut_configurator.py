@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traces import picks_of
 
 from tiermoe.actors.policies.moepic.configure import (
     LayerModel,
@@ -22,7 +23,7 @@ from tiermoe.actors.policies.moepic.configure import (
     load_costs,
     total_s,
 )
-from tiermoe.actors.policies.moepic.split import LayerStatistics, Picks, SplitLayout, observe
+from tiermoe.actors.policies.moepic.split import LayerStatistics, SplitLayout, observe
 
 E, K, N = 6, 2, 16
 TIMES = Times(attention_s=1.0, moe_s=2.0, head_s=0.5, load_s=3.0)
@@ -35,7 +36,7 @@ def layer(seed: int, skew: float = 1.0, tokens: int = 60, skill: float = 1.0) ->
     ids = np.array([rng.choice(E, K, replace=False, p=popular / popular.sum()) for _ in range(tokens)])
     scores = rng.random((tokens, E))
     np.put_along_axis(scores, ids, np.take_along_axis(scores, ids, 1) + skill, axis=1)
-    return observe(Picks.of_tokens(ids, E, scores), "lcp")[0]
+    return observe(picks_of(ids, E, scores), "lcp")[0]
 
 
 def layers_of(seeds: list[int]) -> list[LayerStatistics]:
@@ -180,7 +181,7 @@ class TestDynamicProgramming:
 
     def test_load_costs(self) -> None:
         """Nothing predicted: the misses. All predicted: nothing."""
-        blind, _ = observe(Picks.of_tokens(np.array([[0, 1], [0, 2], [0, 1]]), E, None), "lru")
+        blind, _ = observe(picks_of(np.array([[0, 1], [0, 2], [0, 1]]), E, None), "lru")
         sure = layer(0, skill=9.0)
         costs = load_costs([blind, sure], K)
         np.testing.assert_allclose(costs[0], K * (1 - blind.hit_rate))

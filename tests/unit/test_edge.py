@@ -279,7 +279,7 @@ def test_a_compressed_body_is_refused(coding: str, status: int) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/models"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"),
-                         ("GET", "/version"), ("GET", "/status"), ("GET", "/v1/models/fake"),
+                         ("GET", "/version"), ("GET", "/v1/models/fake"),
                          ("HEAD", "/health"), ("POST", "/v1/completions"), ("POST", "/tokenize")],
 )  # fmt: skip
 def test_a_slash_at_the_end_means_nothing(method: str, path: str) -> None:

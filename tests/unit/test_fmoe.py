@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from map_contexts import SHAPE, TOP_K, forecasts, iteration, reference
-from map_reference import NumpyMaps
+from map_reference import NumpyMaps, prefetch_priority
 from numpy.typing import NDArray
 
 from tiermoe.actors.core._core import MapSearch
@@ -16,7 +16,6 @@ from tiermoe.actors.policies.fmoe import (
     ExpertMapEviction,
     ExpertMapPolicy,
     ExpertMapPrefetch,
-    prefetch_priority,
     probability_of,
 )
 from tiermoe.actors.policies.fmoe.maps import ExpertMapStore, Sketch, unit_rows

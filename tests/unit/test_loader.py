@@ -19,7 +19,8 @@ from tiermoe.actors.engine.cache import device as cpu_device
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Loader, LoadJob
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
+from tiermoe.actors.engine.cache.slot_map import SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.make_cache import make_link
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline

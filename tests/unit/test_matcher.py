@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from map_contexts import MAPS, SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
-from tiermoe.actors.matcher import Matcher
+from tiermoe.actors.matcher import Matcher, ShardLinks
 from tiermoe.actors.policies.fmoe import Forecast
 from tiermoe.actors.policies.sharding import shard_of
 from tiermoe.actors.settings import ShardSettings
@@ -151,21 +151,10 @@ class TestStore:
         policy = reference()
         forecasts(policy, iteration(0))
         save_maps(tmp_path / "warm", policy.store.arrays(), SHAPE)
-        with closing(matcher(warm=str(tmp_path / "warm"))) as it:
+        with closing(matcher(settings=SETTINGS.model_copy(update={"warm": str(tmp_path / "warm")}))) as it:
             assert (it.health()["maps"], it.health()["begun_from"]) == (1, "file")
         with pytest.raises(StoreError, match="cannot be read"):
-            matcher(warm=str(tmp_path / "none"))
-
-    def test_warm_start_from_another_replica(self, served: Matcher) -> None:
-        show(served, iteration(0))
-        arrays = served.arrays()
-        for array in arrays.values():
-            array.flags.writeable = False  # as from Ray's object store
-        with closing(matcher(warm=arrays)) as it:
-            show(it, iteration(1))
-            assert (it.health()["maps"], it.health()["begun_from"]) == (2, "replica")
-        with pytest.raises(StoreError, match="unusable"):
-            matcher(warm={"maps": arrays["maps"]})
+            matcher(settings=SETTINGS.model_copy(update={"warm": str(tmp_path / "none")}))
 
     def test_a_snapshot_that_cannot_be_written_does_not_stop_it(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -204,7 +193,7 @@ def test_each_shard_gets_its_experts_and_the_lead_the_rest() -> None:
     with ExitStack() as stack:
         shards = [stack.enter_context(closing(FakeShard(i, board))) for i in (1, 2)]
         links = [PeerLink(board, name=shard_name(i)) for i in (1, 2)]
-        it = stack.enter_context(closing(matcher(sharding=sharding, shards=links)))
+        it = stack.enter_context(closing(matcher(shards=ShardLinks(sharding, links))))
         assert all(shard.wait(_PATIENCE_S) for shard in it._shards)
         policy = reference()
         for number in range(2):
@@ -231,7 +220,7 @@ def test_each_shard_gets_its_experts_and_the_lead_the_rest() -> None:
 def test_the_lead_gets_the_experts_of_a_lost_shard() -> None:
     board = LocalDirectory()
     links = [PeerLink(board, name=shard_name(1))]
-    with closing(matcher(sharding=ShardSettings(count=2), shards=links)) as it:  # the shard never comes
+    with closing(matcher(shards=ShardLinks(ShardSettings(count=2), links))) as it:  # the shard never comes
         show(it, iteration(0))
         answer = it.handle(iteration(1).first())
         assert isinstance(answer, PrefetchCommand)

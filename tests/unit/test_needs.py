@@ -8,11 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from policy_presets import POLICIES
 from tiny_models import TEXT, VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 
 from tiermoe.actors.store.artifacts import GATES_NAME
 from tiermoe.cluster import cli
-from tiermoe.cluster.config import RunConfig, load_policy, load_run_config, policy_names
+from tiermoe.cluster.config import RunConfig, load_policy, load_run_config
 from tiermoe.cluster.jobs.options import checked_settings
 from tiermoe.cluster.jobs.plan import planned
 from tiermoe.cluster.jobs.prepare import ensure_prepared, needs
@@ -20,7 +21,7 @@ from tiermoe.cluster.jobs.prepare.needs import check_artifacts, command, lacking
 from tiermoe.cluster.llm import LLM
 from tiermoe.errors import StoreError, TierMoeError, TraceError
 
-NEEDING = [name for name in policy_names() if load_policy(name).needs]
+NEEDING = [name for name in POLICIES if load_policy(name).needs]
 
 
 @pytest.fixture

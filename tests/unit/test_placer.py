@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_rigs import bytes_held
 from fake_engine import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
@@ -189,8 +190,7 @@ def test_decode_loads_nothing_after_the_one_migration(store: ExpertStore) -> Non
         hot = worker.engine.hot_per_layer * len(stats.layers)
         assert total.bytes_loaded_migration <= hot * slot
         assert total.bytes_loaded == total.bytes_loaded_demand + total.bytes_loaded_migration
-        held = worker.engine.cache.residency.bytes_held
-        assert held == hot * slot  # the hot set, and nothing besides
+        assert bytes_held(worker.engine.cache) == hot * slot  # the hot set, and nothing besides
 
 
 @pytest.mark.usefixtures("replica_tables")
@@ -316,7 +316,6 @@ def test_two_workers_share_the_cold_experts(
         assert greedy(worker, _PROMPTS, _NEW) == expected
         stats, experts = worker.stats(), worker.engine.experts
         assert worker.health() == {"state": "serving", "running": 0, "ndp/0": "connected", "ndp/1": "connected"}
-        assert [report["worker"] for report in worker.ndp_stats()] == ["ndp/0", "ndp/1"]
         for number, link in enumerate(links):
             assert {key % 2 for key in _layer_keys(link, experts)} == {number}
             seen = stats.ndp_workers[link.name]

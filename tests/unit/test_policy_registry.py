@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from policy_presets import POLICIES
 from pydantic import ValidationError
 
 from tiermoe.actors.policies.eviction import Lfu
@@ -13,7 +14,7 @@ from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
 from tiermoe.actors.policies.slot_classes import make_eviction
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.cluster.config import load_policy, policy_names
+from tiermoe.cluster.config import load_policy
 from tiermoe.errors import ConfigError
 
 FIFO = """
@@ -59,7 +60,7 @@ def test_a_section_is_a_kind_or_its_options() -> None:
     assert isinstance(made, Lfu)
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", POLICIES)
 def test_presets_come_back_from_what_is_sent(name: str) -> None:
     policy = load_policy(name)
     assert PolicySettings.model_validate(policy.model_dump()) == policy

@@ -22,7 +22,8 @@ from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.links import loader_link
 from tiermoe.actors.engine.cache.loader import Loader
 from tiermoe.actors.engine.cache.places import thread_link
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
+from tiermoe.actors.engine.cache.slot_map import SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.pre_evicting import PreEvicting, last_rows
 from tiermoe.actors.engine.rerouting import reroute_view
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline

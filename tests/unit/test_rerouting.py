@@ -22,7 +22,8 @@ from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool, ReplicaWeights, make_part
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
+from tiermoe.actors.engine.cache.slot_map import SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.host_view import HostViews, LayerView, share
 from tiermoe.actors.engine.make_cache import make_link
 from tiermoe.actors.engine.rerouting import LowBits, Rerouter

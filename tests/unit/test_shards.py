@@ -227,7 +227,7 @@ def test_sums_follow_the_norm_after_each_expert(olmoe: Tiny) -> None:
         )  # fmt: skip
         worker.engine._layers[0].post = torch.nn.LayerNorm(32)
         found = torch.tensor(worker.engine.run(batch).partial)
-        gate_up, down = worker.engine.cache.where._weights[0].tensors
+        gate_up, down = worker.engine.cache.where.weights[0].tensors
         expected = torch.zeros(3, 32)
         for expert, row, weight in ((1, 0, 0.5), (1, 2, 0.25), (3, 1, 1.0), (3, 2, 2.0)):
             pre = gate_up[expert].float() @ hidden[row]  # [I, 2]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import traces
-from cache_rigs import KnownLoader, place_of, run_layer, tops_and_bottoms
+from cache_rigs import KnownLoader, bytes_held, place_of, run_layer, tops_and_bottoms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_stack import Call, Case, agrees, calls_of, engine_for, make_case
@@ -23,14 +23,8 @@ from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.links import loader_link
-from tiermoe.actors.engine.cache.slots import (
-    LayerWeights,
-    PendingExpert,
-    PendingSegment,
-    SharedPending,
-    SlotMap,
-    SlotPool,
-)
+from tiermoe.actors.engine.cache.slot_map import PendingSegment, SharedPending, SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, PendingExpert, SlotPool
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.moepic.split import SplitLayout, SplitOptions
@@ -158,7 +152,7 @@ def test_a_cache_fetches_a_promised_expert_once() -> None:
     made = Split()
     whole = Whole()
     whole.tensors = lambda: made.weights[0].expert(1)  # type: ignore[method-assign]
-    made.cache.where._weights = [type("Remote", (), {"expert": lambda self, index: whole})(), made.weights[1]]
+    made.cache.where.weights = [type("Remote", (), {"expert": lambda self, index: whole})(), made.weights[1]]
     made.forward(0, 1)
     made.cache.close()
     assert made.stats.layers[0].bytes_loaded == 8 * NEURON_BYTES
@@ -235,7 +229,7 @@ def test_pressure_changes_no_bit(data: st.DataObject) -> None:
                     disturb(engine, draw, call)
                 out.append(engine.layers[call.layer].forward(call.hidden, call.ids, call.weights))
                 assert not any(cache.residency.pinned(segment) for segment in cache.residency.held())
-                assert cache.residency.bytes_held <= engine.stats().expert_budget_bytes
+                assert bytes_held(cache) <= engine.stats().expert_budget_bytes
             stats = engine.stats()
             assert stats.expert_bytes_peak == cache.pool.bytes <= stats.expert_budget_bytes
             total = stats.total()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from traces import picks_of
 
 from tiermoe.actors.policies.eviction import CacheOrder
 from tiermoe.actors.policies.moepic import Lcp
@@ -62,7 +63,7 @@ class TestObserve:
     @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 30), omega=st.sampled_from([3.3, 17.7]))
     def test_definitions(self, order: CacheOrder, seed: int, tokens: int, omega: float) -> None:
         ids, scores = draw(seed, tokens)
-        found, _ = observe(Picks.of_tokens(ids, E, scores), order, rho=0.3, omega=omega)
+        found, _ = observe(picks_of(ids, E, scores), order, rho=0.3, omega=omega)
         h, p, ph = by_hand(ids, scores, order, 0.3, omega)
         np.testing.assert_allclose(found.hit_rate, h)
         np.testing.assert_allclose(found.accuracy, p)
@@ -89,8 +90,8 @@ class TestAgainstCaches:
             cache.move_to_end(e)
             if len(cache) > size:
                 cache.popitem(last=False)
-        _first, then = observe(Picks.of_tokens(ids[:E], E, None), "lru")
-        rest, _ = observe(Picks.of_tokens(ids[E:], E, None), "lru", then)
+        _first, then = observe(picks_of(ids[:E], E, None), "lru")
+        rest, _ = observe(picks_of(ids[E:], E, None), "lru", then)
         assert rest.hits[size] == hits
 
     def test_lcp_ranks_as_the_policy_does(self) -> None:
@@ -101,7 +102,7 @@ class TestAgainstCaches:
             order = policy.ranked(list(range(E)))
             ranks += [order.index(e) for e in picked]
             policy.routed(picked, [1] * K, 1)
-        found, _ = observe(Picks.of_tokens(ids, E, None), "lcp")
+        found, _ = observe(picks_of(ids, E, None), "lcp")
         np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
 
 
@@ -113,14 +114,14 @@ class TestOtherOrders:
             order = sorted(range(E), key=lambda e: (-counts[e], e))
             ranks += [order.index(e) for e in picked]
             counts[picked] += 1
-        found, _ = observe(Picks.of_tokens(ids, E, None), "lfu")
+        found, _ = observe(picks_of(ids, E, None), "lfu")
         np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
 
 
 @pytest.mark.parametrize("order", ["lcp", "lru", "lfu", "random"])
 def test_layers_together_are_as_each_alone(order: CacheOrder) -> None:
     """Also where some have no prediction, and over two windows of which steps do not count."""
-    drawn = [Picks.of_tokens(*_with_experts(draw(seed, 40, scored=True))) for seed in range(3)]
+    drawn = [picks_of(*_with_experts(draw(seed, 40, scored=True))) for seed in range(3)]
     counts, scores = (np.stack([getattr(of, name) for of in drawn], axis=1) for name in ("counts", "scores"))
     scores[::3, 1] = np.nan
     counted, tokens = np.arange(40) % 5 > 0, 1 + np.arange(40) % 2
@@ -151,7 +152,7 @@ class TestPicks:
 
     def test_steps_without_a_prediction(self) -> None:
         scores = np.array([[np.nan] * 3, [0.1, 0.7, 0.2]])
-        found, _ = observe(Picks.of_tokens(np.array([[0], [1]]), 3, scores), "lcp")
+        found, _ = observe(picks_of(np.array([[0], [1]]), 3, scores), "lcp")
         assert found.predicted == 1
         assert found.accuracy.tolist() == [1, 0, 0]
         assert found.predicted_hit_rate[1].tolist() == [0, 0, 0, 1]  # 0 ranks first, then 1, then 2 by number

@@ -11,7 +11,8 @@ from fake_gpu import FakeGpu
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
-from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMap, SlotPool
+from tiermoe.actors.engine.cache.slot_map import SlotMap
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import Sources
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.staging import Staging

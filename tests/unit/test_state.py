@@ -13,9 +13,9 @@ from tiny_models import VOCAB, save_tiny_checkpoint
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tiermoe.actors.engine.dense.native import NativeDense
 from tiermoe.actors.engine.model.lengths import lengths_of
 from tiermoe.actors.engine.model.model import attach, register_implementation
-from tiermoe.actors.engine.model.native import NativeDense
 from tiermoe.actors.engine.model.state import State
 
 

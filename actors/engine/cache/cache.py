@@ -23,7 +23,7 @@ from ...policies.residency import ResidencyError, State
 from ..stats import EngineStats, LayerResidency, LayerStats, Timeline
 from .links import CAUSES, CacheLink
 from .residency import Residency
-from .slots import SlotMap
+from .slot_map import SlotMap
 
 _LAYER_COUNTS = [name for name in dir(_core.LayerCounts) if not name.startswith("_")]
 _SOURCE_COUNTS = [name for name in dir(_core.SourceCounts) if not name.startswith("_")]

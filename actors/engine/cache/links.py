@@ -13,7 +13,8 @@ from .loader import DEMAND, PREFETCH, Cause, Loader, LoadJob
 
 if TYPE_CHECKING:
     from .device import Tensors
-    from .slots import PendingExpert, SlotMap
+    from .slot_map import SlotMap
+    from .slots import PendingExpert
 
 _COPIED, _FAILED, _CANCELLED = range(1, 4)  # `core::Ending`
 EndedCopy = tuple[int, int, tuple[float, float, float, float] | None]

@@ -16,7 +16,8 @@ from .slots import ExpertSource, LayerWeights, SlotPool
 
 if TYPE_CHECKING:
     from .device import Tensors
-    from .slots import PendingExpert, SlotMap
+    from .slot_map import SlotMap
+    from .slots import PendingExpert
 
 _Home = list[tuple[int, int]]  # of each tensor: its address, and the bytes from a slot to the next
 # address (0: another link copies it); bytes, or elements that are cast; whether they are; bytes of one, here and there

@@ -12,7 +12,7 @@ from ...core import _core
 from ..cache.links import CacheLink, loader_link
 from ..cache.loader import Loader
 from ..cache.places import place
-from ..cache.slots import SlotMap
+from ..cache.slot_map import SlotMap
 from .device import CudaDevice
 from .staging import DeviceSide
 
