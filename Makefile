@@ -10,7 +10,7 @@
 # make readme-times README's commands, one after the other, from an empty cache, with their times
 # make papers  the papers' tables, simulated: docs/results/paper-*.md, with JOBS processes
 # make train-default-model    train the model that ships with the project, 13.4 M tokens: three to four hours of one core (docs/default-model.md)
-# make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu.md)
+# make gpu     every check and measurement that needs a GPU, with PYTHON as it is: installs nothing (docs/gpu-measurements.md)
 # make lint    ruff, mypy, and whether constraints.txt installs from PyPI alone
 # make stub    write the stubs of the compiled modules again after a change of a binding (*_module.cpp, module.cpp)
 # make clean   remove .venv and everything that was generated

@@ -24,7 +24,7 @@ from .combinations import check_combination
 from .engine.serving.streams import Outbox, Stream
 from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .settings import Attention, EngineSettings, KvSettings
-from .store.artifacts import map_shape, predictors_of
+from .store.artifacts import map_shape
 from .store.dense import dense_folder
 from .store.files import StoreView, renewed
 from .store.pages import FileWatch
@@ -115,12 +115,13 @@ class GpuWorker:
         from .engine.cache.device import settle_budget
         from .engine.cache.low_bits import open_replica_weights
         from .engine.cache.sources import open_sources
+        from .engine.dense.compile import CompiledDense
         from .engine.describe import describe
-        from .engine.engine import ExpertEngine
+        from .engine.engine import ExpertEngine, PeerLinks
+        from .engine.make_cache import ModelExperts
         from .engine.make_device import make_device
         from .engine.model.architecture import left_out
         from .engine.model.attention import attention_of_steps
-        from .engine.model.compile import CompiledDense
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
         from .store.artifacts import read_policy_artifacts
 
@@ -137,7 +138,7 @@ class GpuWorker:
         settings = settle_budget(settings, device)
         self._sources = open_sources(self._view, self._stores, settings.store)
         pinned = self._sources.pin(device, settings.copies)
-        weights, tables, predictors, low_bit = self._sources.weights, None, None, None
+        tables, low_bit = None, None
         with dense_folder(self._view, self._stores, settings.store) as folder:
             here = folder == Path(self._view.path)  # else a temporary copy
             self._model = build_model(
@@ -152,18 +153,17 @@ class GpuWorker:
                     )
                 else:
                     tables = None if replicas is None else read_tables(replicas)
-            if "predictors" in settings.policy.needs:
-                predictors = predictors_of(folder, manifest, settings.policy.prefetch.distance)
             artifacts = read_policy_artifacts(settings.policy, folder, manifest)
             vocabulary, no_grammars = _vocabulary_of(folder)
             no_towers = left_out(folder)
         blocks = find_blocks(self._model, manifest)
-        top_k = experts_per_token(self._model.config)
         self._begin("probing")
-        self._engine = ExpertEngine(
-            settings, manifest.experts, weights, blocks, top_k, device, dtype, self._ndp, tables, self._shards,
-            self._matcher_link(), predictors, artifacts, low_bit, manifest.published,
+        model = ModelExperts(
+            manifest.experts, self._sources.weights, dtype, experts_per_token(self._model.config), manifest.published,
+            low_bit,
         )  # fmt: skip
+        links = PeerLinks(self._ndp, self._shards, self._matcher_link())
+        self._engine = ExpertEngine(settings, model, blocks, device, links, artifacts, tables)
         self._engine.notes += no_grammars + no_towers
         if self._engine.prefetching is not None:
             self._engine.prefetching.watch_embeddings(self._model)
@@ -354,10 +354,6 @@ class GpuWorker:
         own = {"shard": "shard/0", "state": "serving"} | account(self._engine.stats())
         # a health report has no null: before anything ran, it has no rate
         return [{"hit_rate": None} | part if "hits" in part else part for part in (own, *others)]
-
-    def ndp_stats(self) -> list[dict[str, Any]]:
-        """Counters of each NDP worker (`worker`: its name) since its start; a lost or late one has only its `state`."""
-        return self._engine.ndp.reports() if self._engine is not None and self._engine.ndp is not None else []
 
     def matcher_stats(self) -> dict[str, Any] | None:
         """Counters of the matcher since its start, and of the connection; None: the policy uses no matcher."""

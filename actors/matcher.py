@@ -20,8 +20,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,25 @@ _log = logging.getLogger(__name__)
 _SPIN_S, _DOZE_S = 20e-6, 0.02  # a busy lead writes in every layer, so it need not wake this process
 
 
+@dataclass(frozen=True)
+class ShardLinks:
+    """The links to the shards 1..G-1, and how they share the experts.
+
+    Raises:
+        ConfigError: there are not G - 1 links.
+    """
+
+    settings: ShardSettings
+    links: Sequence[PeerLink]
+
+    def __post_init__(self) -> None:
+        if len(self.links) != self.settings.count - 1:
+            raise ConfigError(
+                f"there are {self.settings.count} shards and connections to {len(self.links)}",
+                "give a connection to each shard but the lead",
+            )
+
+
 class Matcher:
     """Owns the store of expert maps and the search over it.
 
@@ -58,13 +77,10 @@ class Matcher:
         token: required of clients; None: only this machine may connect.
         snapshot: file that the store is saved to and loaded from, unless the settings name one. A damaged one is moved
             aside and reported in `health`. None: nothing is saved.
-        warm: initial maps without a snapshot, instead of the settings' file: a file, or another replica's arrays.
-        sharding, shards: the GPUs that share the experts, and the links to shards 1..G-1; without links all commands
-            go to the lead.
-        options: of the channel server; its host and token are those above.
+        shards: that load experts of their own; None: all commands go to the lead.
 
     Raises:
-        StoreError: `warm` is damaged. ConfigError: top_k is out of range, or there are not G - 1 links.
+        StoreError: the file of `settings.warm` is damaged. ConfigError: top_k is out of range.
     """
 
     def __init__(
@@ -76,26 +92,19 @@ class Matcher:
         directory: Directory,
         token: str | None = None,
         snapshot: str | None = None,
-        warm: str | Mapping[str, NDArray[Any]] | None = None,
-        sharding: ShardSettings | None = None,
-        shards: Sequence[PeerLink] = (),
-        options: ServerOptions | None = None,
+        shards: ShardLinks | None = None,
     ) -> None:
         if not 1 <= top_k <= shape.experts:
             raise ConfigError(f"top_k is {top_k}, a layer has {shape.experts} experts", "give the router's top_k")
-        sharding = sharding if sharding is not None else ShardSettings()
-        if shards and len(shards) != sharding.count - 1:
-            raise ConfigError(
-                f"there are {sharding.count} shards and connections to {len(shards)}",
-                "give a connection to each shard but the lead",
-            )
+        shards = ShardLinks(ShardSettings(), ()) if shards is None else shards
+        sharding = shards.settings
         self._settings, self._shape = settings, shape
         width = min(shape.hidden, settings.width)
         self._maps = ExpertMapStore(shape.layers, shape.experts, width, maps.distance, settings.capacity)
         path = settings.keep if settings.keep is not None else snapshot
         self._snapshot = None if path is None else Path(path)
         self._origin, self._problem = "empty", ""
-        self._load_maps(settings.warm if warm is None else warm)
+        self._load_maps()
         self._prefetch = ExpertMapPrefetch(
             self._maps, shape.hidden, top_k, maps.semantic, maps.dynamic, settings.learn
         )
@@ -113,14 +122,17 @@ class Matcher:
         )
         self._shards = [
             ReconnectingChannel("shard", link, sharding.transport, {"index": i})
-            for i, link in enumerate(shards, start=1)
+            for i, link in enumerate(shards.links, start=1)
         ]
         self._saved = self._maps.generation
         self._closing = threading.Event()
         self._saver = threading.Thread(target=self._save_periodically, name="tiermoe-matcher-snapshots", daemon=True)
-        options = options or ServerOptions(spin_s=_SPIN_S, doze_s=_DOZE_S)
-        options = replace(options, host=directory.host(), token=token, tls=directory.tls)
-        self._server = ChannelServer(self.handle, options)
+        self._server = ChannelServer(
+            self.handle,
+            ServerOptions(
+                host=directory.host(), token=token, tls=directory.tls, spin_s=_SPIN_S, doze_s=_DOZE_S
+            ),
+        )
         for shard in self._shards:
             shard.start()
         if self._snapshot is not None:
@@ -158,11 +170,6 @@ class Matcher:
             "update_s": self._update_s,
             "shards_connected": sum(shard.current is not None for shard in self._shards),
         } | self._counts | asdict(self._shape) | means  # fmt: skip
-
-    def arrays(self) -> dict[str, NDArray[np.float32]]:
-        """A copy of the maps, for another replica's `warm`."""
-        with self._lock:
-            return self._maps.arrays()
 
     def save(self) -> bool:
         """Save a snapshot if the store has changed since the last one; whether it had.
@@ -277,7 +284,7 @@ class Matcher:
                 f"the model has {shape.layers} MoE layers",
             )
 
-    def _load_maps(self, warm: str | Mapping[str, NDArray[Any]] | None) -> None:
+    def _load_maps(self) -> None:
         width = self._maps.width
         if self._snapshot is not None and self._settings.keep is None:  # in a temporary folder, as a rule
             try:
@@ -297,16 +304,9 @@ class Matcher:
                 self._problem = str(error)
                 _log.warning("a snapshot of expert maps is moved aside: %s", error)
                 os.replace(self._snapshot, self._snapshot.with_name(self._snapshot.name + ".unusable"))
-        if isinstance(warm, str):
-            self._maps.load(load_maps(Path(warm), self._shape, width))
+        if self._settings.warm is not None:
+            self._maps.load(load_maps(Path(self._settings.warm), self._shape, width))
             self._origin = "file"
-        elif warm is not None:
-            try:
-                self._maps.load(warm)
-            except ValueError as error:
-                why = f"the expert maps of another replica are unusable: {error}"
-                raise StoreError(why, "leave them out") from error
-            self._origin = "replica"
 
     def _save_periodically(self) -> None:
         while not self._closing.wait(self._settings.snapshot_s):

@@ -143,6 +143,10 @@ class ShardSettings(Settings):
 class StoreSettings(Settings):
     """Where the full-precision experts lie in host memory, and how another node's store is read."""
 
+    transport: Literal["auto", "ray", "grpc"] = Field(
+        default="auto", description="how experts of another node are read; grpc: over the channel between nodes; "
+        "ray: through Ray's object store; auto: grpc"
+    )
     deadline_s: float = Field(
         default=10.0, gt=0, description="time limit of one expert, other stores included; after it the request fails"
     )

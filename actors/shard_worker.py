@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..proto.messages import ExpertBatch, HealthReport, HealthRequest, Message, PlacementCommand, PrefetchCommand
@@ -38,9 +37,7 @@ class ShardWorker:
         store: folder of the expert store on this node, memory-mapped.
         directory: gives the host to listen on and registers the address.
         token: required of clients; None: only this machine may connect.
-        verify: see `ExpertStore`.
         gpu: number of the CUDA device; None: the first visible one.
-        options: of the channel server; host, token and supply are set here.
         layers: mapped from `store`; None: all. Without layers, `store` need not exist.
         stores: of other nodes, for the other layers.
 
@@ -56,9 +53,7 @@ class ShardWorker:
         store: str,
         directory: Directory,
         token: str | None = None,
-        verify: Literal["full", "stamp"] = "stamp",
         gpu: int | None = None,
-        options: ServerOptions | None = None,
         layers: Sequence[int] | None = None,
         stores: Sequence[StoreLink] = (),
     ) -> None:
@@ -69,15 +64,14 @@ class ShardWorker:
         from .engine.peers.shard import open_shard
         from .engine.peers.shards import terms
 
-        view = view_here(store, verify, layers, stores, settings.store)
+        view = view_here(store, "stamp", layers, stores, settings.store)
         check_combination(settings, view.manifest.expert_form)
         shape = view.manifest.experts
         self._terms = terms(len(view.manifest.layers), shape.num_experts, shape.hidden, settings.shards, index)
         self.engine = open_shard(settings, index, view, gpu, stores)
-        options = replace(
-            options or ServerOptions(), host=directory.host(), token=token, tls=directory.tls,
-            supply=self.engine.activations.supply,
-        )  # fmt: skip
+        options = ServerOptions(
+            host=directory.host(), token=token, tls=directory.tls, supply=self.engine.activations.supply
+        )
         try:
             self._server = ChannelServer(self.handle, options)
             directory.register(shard_name(index), self._server.address)

@@ -68,7 +68,7 @@ def redraw(
 @app.command(cls=Command)
 def gpu(
     out: Annotated[Path, typer.Option(help="Folder of gpu.json and gpu.md.")] = Path("docs/results"),
-    parts: Annotated[str, typer.Option(help="Parts to run, separated by commas; default: all (docs/gpu.md).")] = "",
+    parts: Annotated[str, typer.Option(help="Parts to run, by commas; default: all (docs/gpu-measurements.md).")] = "",
     seconds: Annotated[float, typer.Option(help="Time limit of all parts together.")] = 445.0,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the stand-in, to try the script.")] = "cuda",
     sizes: Annotated[str, typer.Option(help="real, or toy: seconds of work, to try the script.")] = "real",

@@ -36,7 +36,7 @@ from tiermoe.cluster.prompt import load_tokenizer
 from .cases import LATENCY_US, Host, HostDevice
 
 if TYPE_CHECKING:  # torch
-    from tiermoe.actors.engine.model.profile import HostPass, HostStep
+    from tiermoe.actors.engine.host_times import HostPass, HostStep
 
     from .instant_gpu import Recorded
 
@@ -147,7 +147,7 @@ def _run_again(
     worker: Any, recorded: Recorded, batch: int, repeats: int, progress: Progress | None, label: str
 ) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
     """Microseconds of a layer in decode forwards by (per what, part): means over its layers, medians over forwards."""
-    from tiermoe.actors.engine.model.profile import PARTS, host_passes
+    from tiermoe.actors.engine.host_times import PARTS, host_passes
 
     kinds: dict[str, tuple[bool, Sequence[str], Callable[[], float]]] = {
         "layer": (False, (), time.perf_counter), "layer, by part": (False, PARTS, time.perf_counter),
@@ -198,7 +198,7 @@ def _measure(
     worker: Any, prompts: Sequence[Prompt], repeats: int, progress: Progress | None, label: str
 ) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
     """Microseconds of one preset at one batch by (per what, part), and the spread of those that bars judge."""
-    from tiermoe.actors.engine.model.profile import KERNEL_PARTS, PARTS, host_steps
+    from tiermoe.actors.engine.host_times import KERNEL_PARTS, PARTS, host_steps
 
     kinds: dict[str, tuple[Sequence[str], Callable[[], float]]] = {
         "totals": (KERNEL_PARTS, time.perf_counter), "parts": (PARTS, time.perf_counter),

@@ -29,11 +29,12 @@ import torch
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine import host_view, make_device
-from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedFetch
+from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.tables import TableRing
 from tiermoe.actors.engine.executors import executor_of
 from tiermoe.actors.engine.layer import Executor, PythonExecutor
+from tiermoe.actors.engine.pinned_fetch import PinnedFetch
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.errors import ConfigError
 from tiermoe.kernels import _launch

@@ -180,11 +180,11 @@ class ActorGroup:
         )
 
     def _start_matcher(self, planned: PlannedActor, view: StoreView) -> Any:
-        from ..actors.matcher import Matcher
+        from ..actors.matcher import Matcher, ShardLinks
 
         settings, named = self._settings, {}
         if settings.policy.prefetch.kind == "expert-map" and self._links("shard"):
-            named = {"sharding": settings.shards, "shards": self._links("shard")}
+            named = {"shards": ShardLinks(settings.shards, self._links("shard"))}
         # on the matcher's node; what Ray restarts there begins with it
         folder = self._launch.scratch or Path(tempfile.gettempdir()) / f"tiermoe-{self.name}"
         return self._start(
@@ -225,7 +225,7 @@ class ActorGroup:
         if set(worker.layers) >= self._layers:
             return []
         return [
-            StoreLink(role_of(store), store.layers, self.link(role_of(store)))
+            StoreLink(role_of(store), store.layers, self.link(role_of(store)), f"{self.name}/{role_of(store)}")
             for store in self._topology.having("store")
             if store.node != worker.node
         ]

@@ -94,24 +94,6 @@ class ClusterConfig(Settings):
         return None if folder is None else TlsFiles.of_folder(str(Path(folder).expanduser().absolute()))
 
 
-class HardwareConfig(Settings):
-    """The links by which a plan says what copies take at least, see `topology.estimate`. Gigabytes are 1e9 bytes.
-
-    Nothing here changes what runs.
-    """
-
-    link_gbps: float | None = Field(
-        default=None, gt=0, description="bandwidth from host to GPU; default: by the kind of device, or link.gbps"
-    )
-    link_latency_us: float | None = Field(
-        default=None, ge=0, description="latency of a copy; default: by the kind of device"
-    )
-    network_gbps: float = Field(
-        default=3.0, gt=0, description="bandwidth between nodes, one direction; the default is 25 Gbit/s Ethernet"
-    )
-    network_latency_us: float = Field(default=50.0, ge=0, description="latency of a message between nodes")
-
-
 class RaySettings(Settings):
     """Which Ray the run uses and how long it may take to start."""
 
@@ -164,7 +146,6 @@ class RunConfig(EngineOptions):
     link: LinkSettings = DEFAULT_LINK
     ray: RaySettings = RaySettings()
     cluster: ClusterConfig = ClusterConfig()
-    hardware: HardwareConfig = HardwareConfig()
     request_deadline_s: float = Field(default=3600.0, gt=0, description="time limit of one request")
 
     @model_validator(mode="before")
@@ -268,11 +249,6 @@ def configs_dir() -> Path:
 def default_model_dir() -> Path:
     """The model that ships with the project."""
     return _PACKAGE_ROOT / "models" / "tiny-moe"
-
-
-def policy_names() -> list[str]:
-    """Names of the presets, sorted."""
-    return _presets("policies")
 
 
 def load_policy(name_or_path: str) -> PolicySettings:

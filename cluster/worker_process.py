@@ -66,13 +66,9 @@ class Role:
         return Role(shard_name(index), f"shard {index}", worker, arguments, threads=settings.threads)
 
     @staticmethod
-    def matcher(
-        settings: MatcherSettings, maps: MapOptions, shape: MapShape, top_k: int, snapshot: Path | None = None,
-        warm: Path | None = None,
-    ) -> Role:  # fmt: skip
+    def matcher(settings: MatcherSettings, maps: MapOptions, shape: MapShape, top_k: int) -> Role:
         """The matcher of expert maps."""
         arguments: dict[str, Any] = {"settings": settings, "maps": maps, "shape": shape, "top_k": top_k}
-        arguments |= {name: str(path) for name, path in (("snapshot", snapshot), ("warm", warm)) if path is not None}
         return Role(MATCHER, "matcher", "actors.matcher:Matcher", arguments, None)
 
 

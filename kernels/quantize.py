@@ -131,7 +131,7 @@ def damping_for(rows: torch.Tensor, inputs: int) -> torch.Tensor:
     """Damping [B] of Hessians from `rows` [B] rows.
 
     Damping in proportion to inputs / rows keeps GPTQ better than round-to-nearest on held-out text, down to an eighth
-    as many rows as inputs (docs/replicas.md).
+    as many rows as inputs (docs/replicas-notes.md).
     """
     return (_FEW_ROWS * inputs / rows.clamp(min=1)).clamp(DAMPING, _FEW_ROWS_MOST)
 

@@ -8,7 +8,7 @@
     loop       rows from short to long; the same command resumes
     export     the folder as `from_pretrained` reads it, and bits per byte of the held-out passages
 
-docs/default-model.md says why each choice was made.
+docs/default-model-notes.md says why each choice was made.
 """
 
 from __future__ import annotations

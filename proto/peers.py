@@ -102,11 +102,13 @@ class StoreLink:
     Attributes:
         name: its registered name, such as "store/0".
         layers: the MoE layers that it holds.
+        actor: name of its Ray actor, which gives object refs; None outside Ray.
     """
 
     name: str
     layers: tuple[int, ...]
     link: PeerLink
+    actor: str | None = None
 
 
 class Connection(Protocol):

@@ -1,4 +1,4 @@
-"""What a server does with one frame: is it expired, what does the handler say, and the frame of the answer."""
+"""What a server does with one frame, on both transports: unpack, look whether it has expired, decode, answer."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from reference import LayerPlan, Load
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
+from tiermoe.actors.engine.cache.links import CacheLink, loader_link
 from tiermoe.actors.engine.cache.loader import Loader, LoadJob
+from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart, SlotMemory, SlotPool
 from tiermoe.actors.engine.cuda.device import CudaDevice
-from tiermoe.actors.engine.cuda.stream_link import StreamLinking
+from tiermoe.actors.engine.cuda.stream_link import stream_link
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.moepic.split import SplitLayout
@@ -78,9 +81,15 @@ def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] 
     cache.draw()
 
 
+def bytes_held(cache: ExpertCache) -> int:
+    """Of the slots in use."""
+    classes = zip(cache.residency.class_slots, cache.where.class_bytes, strict=True)
+    return sum((slots - cache.residency.free_of(number)) * size for number, (slots, size) in enumerate(classes))
+
+
 def place_of(cache: ExpertCache, segment: int, slot: int) -> tuple[int, int]:
     """First neuron in the pool and number of neurons of a segment in this slot."""
-    if not cache.is_split:
+    if cache.split is None:
         return slot * cache.neurons, cache.neurons
     first, neurons = cache.layout
     return first[slot], neurons[segment]
@@ -110,9 +119,9 @@ class _Caching:
     cache: ExpertCache
 
     def make_cache(
-        self, shape: ExpertShape, slots: int, dtype: torch.dtype, device: CpuDevice | CudaDevice, link: Any,
-        eviction: EvictionPolicy, seed: int = 0, memory: SlotMemory | None = None, timeline: Timeline | None = None,
-        **options: Any,
+        self, shape: ExpertShape, slots: int, dtype: torch.dtype, link: Callable[[SlotMap], CacheLink],
+        eviction: EvictionPolicy, seed: int = 0, timeline: Timeline | None = None, split: SplitLayout | None = None,
+        low_bit: LowBitPart | None = None, memory: SlotMemory | None = None, **options: Any,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(seed)
         self.weights = [
@@ -120,10 +129,11 @@ class _Caching:
             for _ in range(LAYERS)
         ]
         self.pool = SlotPool.allocate(shape, slots, dtype, torch.device("cpu"), memory)
+        nbytes = shape.nbytes(dtype.itemsize)
+        where = SlotMap(self.pool, self.weights, shape.num_experts, slots, nbytes, split, low_bit, memory)
         self.cache = ExpertCache(
-            self.pool, self.weights, device, shape.num_experts, slots, shape.nbytes(dtype.itemsize), eviction,
-            EngineStats(layers=[LayerStats() for _ in range(LAYERS)]), timeline or Timeline(True), link,
-            memory=memory, **options,
+            where, link(where), eviction, EngineStats(layers=[LayerStats() for _ in range(LAYERS)]),
+            timeline or Timeline(True), **options,
         )  # fmt: skip
         self.residency = self.cache.residency
 
@@ -183,7 +193,7 @@ class Fixture(_Caching):
         memory = None if most is None else SlotMemory(device, slots, most)
         self.device, self.loader = device, KnownLoader(device)
         self.make_cache(
-            BIASED, slots, torch.float32, device, self.loader, Lru() if eviction is None else eviction,
+            BIASED, slots, torch.float32, partial(loader_link, self.loader), Lru() if eviction is None else eviction,
             memory=memory, timeline=timeline, min_useful=0.5,
         )  # fmt: skip
 
@@ -274,13 +284,13 @@ class Rig(_Caching):
         self.gpu = FakeGpu(seed, RATE)
         self.gpu.pages.granularity = mmap.PAGESIZE
         self.device = CudaDevice(self.gpu, staging_bytes=24)
-        self.linking = StreamLinking(self.device, pinned, int(ahead * CARRIED), casts=dtype != torch.bfloat16)
         if eviction is None:
             eviction = Lru() if split is None else tops_and_bottoms(LAYERS, EXPERTS)
         self.make_cache(
-            shape, slots, dtype, self.device, self.linking, eviction, seed,
-            None if most is None else SlotMemory(self.device, slots, most), split=split, writeback=writeback,
-            low_bit=low_bit,
+            shape, slots, dtype,
+            lambda where: stream_link(self.device, where, pinned, int(ahead * CARRIED), dtype != torch.bfloat16),
+            eviction, seed, None, split, low_bit, None if most is None else SlotMemory(self.device, slots, most),
+            writeback=writeback,
         )  # fmt: skip
         self.link: Any = self.cache.link
         for tensor in self.pool.tensors:

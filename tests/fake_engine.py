@@ -14,9 +14,12 @@ from orders_reference import Lru
 
 from tiermoe.actors.core._core import Clock, Governor, VirtualLink
 from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.links import CacheLink
+from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.host_view import HostViews, LayerView
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
+from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.prefetch import PrefetchPolicy
 from tiermoe.actors.store.files import StoreView, open_views
 from tiermoe.cluster.simulate.gpu import PoolSize
@@ -155,14 +158,13 @@ def at_rest() -> Governor:
     return found
 
 
-def virtual_cache(layers: int, experts: int, slots: int) -> ExpertCache:
+def virtual_cache(layers: int, experts: int, slots: int, eviction: EvictionPolicy | None = None) -> ExpertCache:
     """Of experts of a byte that move nothing, each copy in a second of `clock`."""
     clock, pool, nowhere = Clock(), PoolSize(slots, 1, slots), None
     stats = EngineStats(layers=[LayerStats() for _ in range(layers)])
-    return ExpertCache(
-        pool, [nowhere] * layers, nowhere, experts, slots, 1, Lru(), stats, Timeline(False),
-        VirtualLink(clock, float, 0.0), clock,
-    )  # fmt: skip
+    where = SlotMap(pool, [nowhere] * layers, experts, slots, 1)
+    link = CacheLink(VirtualLink(clock, float, 0.0), clock)
+    return ExpertCache(where, link, Lru() if eviction is None else eviction, stats, Timeline(False))
 
 
 class FakeShards:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.fmoe import Forecast, prefetch_priority
+from tiermoe.actors.policies.fmoe import Forecast
 
 Floats = NDArray[np.floating[Any]]
 
@@ -16,6 +16,11 @@ def cosines(dots: Floats, old_squares: Floats, new_squares: Floats) -> Floats:
     """dots / (lengths of old and new) where both are above zero, else 0; shapes broadcast to that of `dots`."""
     lengths = np.sqrt(old_squares * new_squares)
     return np.divide(dots, lengths, out=np.zeros(dots.shape), where=lengths > 0)
+
+
+def prefetch_priority(probabilities: Floats, layers: NDArray[np.integer[Any]], now: int) -> NDArray[np.float32]:
+    """p / (l - l_now) (fMoE section 4.5); layers from 0, of which `now` were seen: l - l_now = layer + 1 - now."""
+    return (probabilities / (layers + 1 - now)).astype(np.float32)
 
 
 def threshold(scores: Floats) -> Floats:

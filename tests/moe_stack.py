@@ -15,6 +15,7 @@ from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.make_cache import ModelExperts
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
@@ -72,7 +73,7 @@ def engine_for(
     given = Budget(share=budget) if isinstance(budget, float) else Budget(nbytes=budget)
     engine = ExpertEngine(
         EngineSettings(policy=policy, budget=given, device="cpu", integrity_checks=True),
-        case.shape, case.weights, blocks, case.top_k, CpuDevice(LinkSettings()), case.dtype,
+        ModelExperts(case.shape, case.weights, case.dtype, case.top_k), blocks, CpuDevice(LinkSettings()),
     )  # fmt: skip
     try:
         yield engine

@@ -16,10 +16,10 @@ PROFILE = NdpProfile(
     name="ndp", memory_gbps=1, capacity_bytes=10_000, arrays=1, array_rows=4, array_cols=4, clock_ghz=1,
     narrowest_bits=1, link_gbps=1, link_latency_us=1,
 )  # fmt: skip
-NDP = NdpSpec(None, 2, (4,), 40, 10_000, PROFILE, 4.0, 64, None)
+NDP = NdpSpec(None, 2, (4,), 40, 10_000, PROFILE)
 SPEC = ClusterSpec(
     shards=1, ownership="layer-expert", strategy="pack", lead=None, gpu=True, threads=2, policy="p", budget_bytes=768,
-    slot_bytes=192, compute_item_bytes=4, preload=False, prefetch=False, dense_bytes=400, kv_bytes=64,
+    slot_bytes=192, compute_item_bytes=4, dense_bytes=400, kv_bytes=64,
     gpu_memory_bytes=10_000, store_layout="replicated", store_nodes="workers", store_copies=1, ndp=None,
 )  # fmt: skip
 

@@ -8,10 +8,18 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tiermoe.actors.policies.moepic.split import Picks
 from tiermoe.cluster.simulate.trace import Costs, TraceHeader
 from tiermoe.cluster.simulate.trace_writer import Rows, TraceWriter
 
 COSTS = Costs(forward_s=1e-3, dense_s=1e-4, dense_row_s=1e-6, expert_s=2e-4, expert_row_s=1e-5)
+
+
+def picks_of(ids: NDArray[np.integer], experts: int, scores: NDArray[np.floating] | None) -> Picks:
+    """Each token a step: ids [n, K], distinct in each row; scores [n, E] or None."""
+    counts = np.zeros((len(ids), experts), np.int64)
+    np.put_along_axis(counts, ids.astype(np.int64), 1, axis=1)
+    return Picks(counts, np.ones(len(ids), np.int64), scores)
 
 
 def header(layers: int = 3, experts: int = 6, top_k: int = 2, distances: int = 2, **changes: object) -> TraceHeader:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from ...kernels.packed_slots import PackedKernel
     from .cache.device import Activations
+    from .calls import RemoteCall, RemoteExperts
     from .layer import Groups, MoeLayer, Pass, Replicas
-    from .peers.remote import RemoteCall, RemoteExperts
 
 _FEW_PAIRS = 64  # of a decode step
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -15,7 +16,6 @@ from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
 from ..combinations import check_combination
 from ..core import _core
-from ..policies.baselines import Predictor
 from ..policies.foreign import METER
 from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
@@ -23,17 +23,17 @@ from ..policies.routing import Rerouting, SequenceRows
 from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, shared_bytes
 from ..store.artifacts import PolicyArtifacts
-from ..store.format import ExpertShape, Published
+from ..store.format import ExpertShape
 from ..store.replicas import ReplicaTables
-from .cache.allocate import make_cache, slot_nbytes
 from .cache.device import Device
-from .cache.low_bits import ReplicaPool, ReplicaWeights, make_packed_kernel
-from .cache.slots import ExpertSource
+from .cache.low_bits import ReplicaPool
+from .calls import RemoteExperts
 from .dispatch import DeviceBackend
 from .executors import executor_of
 from .hooks import Hooks, RerouteHook
 from .host_view import Asker, HostViews, share
 from .layer import MoeLayer
+from .make_cache import ModelExperts, make_cache
 from .make_device import activations_of, fetch_from
 from .make_policies import (
     gate_probes,
@@ -44,14 +44,14 @@ from .make_policies import (
     scores_asked,
     unasked_layers,
 )
-from .model.form_kernels import kernels_of
+from .model.form_kernels import kernels_of, make_packed_kernel
 from .model.kernels import SteppedKernel, expert_seconds
 from .model.model import MoeBlock, attach, detach
 from .passes import Shared
 from .peers.auto import AutoPlacer, make_auto
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
-from .peers.remote import NdpPool, RemoteExperts
+from .peers.remote import NdpPool
 from .peers.shards import Shards, owners
 from .peers.start_costs import PROBED, probe_costs
 from .placer import Placer
@@ -65,24 +65,32 @@ _MATCHER_START_S = 5.0  # seconds to reach the matcher, which starts before the 
 _NDP_START_S = 60.0  # seconds to reach the NDP workers, which start before the lead
 
 
+@dataclass(frozen=True)
+class PeerLinks:
+    """Connections to the other processes of a runtime.
+
+    ndp: the NDP workers; needed if the policy uses them. shards: the shards 1..G-1, as many as the settings say.
+    matcher: which the engine starts and closes; needed if the policy uses expert maps.
+    """
+
+    ndp: Sequence[PeerLink] = ()
+    shards: Sequence[PeerLink] = ()
+    matcher: MatcherLink | None = None
+
+
+_NO_PEERS, _NO_ARTIFACTS = PeerLinks(), PolicyArtifacts()
+
+
 class ExpertEngine:
     """Runs a model's experts out of a bounded slot pool.
 
     Args:
-        shape: of one expert.
-        weights: the source of each MoE layer's experts.
-        blocks: the model's MoE layers, in the same order.
-        top_k: experts per token.
+        model: the experts; with replicas if the policy loads those.
+        blocks: the model's MoE layers, in the order of `model.sources`.
         device: where the pool is allocated.
-        dtype: of the slots and of the compute.
-        ndp: the NDP workers; needed if the policy uses them.
+        links: to the peers that the policy and the settings need.
+        artifacts: results of `tiermoe prepare` that the policy needs.
         tables: of the store's replicas; None: the store has none.
-        shards: the shards 1..G-1, as many as the settings say.
-        matcher: connection to the matcher, which the engine starts and closes; needed if the policy uses expert maps.
-        predictors: of later layers; needed if the policy prefetches by them.
-        artifacts: further results of `tiermoe prepare` for the policy.
-        replicas: needed if the policy loads experts in low precision.
-        published: forms in which the slots hold the experts; None: neurons in `dtype`.
 
     Raises:
         BudgetError: no slot fits. ConfigError: the policy needs something that the model, store or budget lacks.
@@ -92,30 +100,21 @@ class ExpertEngine:
     def __init__(
         self,
         settings: EngineSettings,
-        shape: ExpertShape,
-        weights: Sequence[ExpertSource],
+        model: ModelExperts,
         blocks: Sequence[MoeBlock],
-        top_k: int,
         device: Device,
-        dtype: torch.dtype,
-        ndp: Sequence[PeerLink] = (),
+        links: PeerLinks = _NO_PEERS,
+        artifacts: PolicyArtifacts = _NO_ARTIFACTS,
         tables: ReplicaTables | None = None,
-        shards: Sequence[PeerLink] = (),
-        matcher: MatcherLink | None = None,
-        predictors: Sequence[Predictor] | None = None,
-        artifacts: PolicyArtifacts | None = None,
-        replicas: ReplicaWeights | None = None,
-        published: Published | None = None,
     ) -> None:
-        layers, policy = len(weights), settings.policy
+        layers, policy, shape, matcher = len(model.sources), settings.policy, model.shape, links.matcher
         METER.clock = time.perf_counter
-        artifacts = PolicyArtifacts() if artifacts is None else artifacts
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
-        self.experts, self.top_k, self.device = shape.num_experts, top_k, device
-        self.slot_bytes = slot_nbytes(shape, dtype, published)
+        self.experts, self.top_k, self.device = shape.num_experts, model.top_k, device
+        self.slot_bytes = model.slot_bytes
         self.notes: list[str] = []  # facts about the policy's execution, for the user
         if policy.low_bit is not None:
-            replicas = self._checked(policy, settings, replicas)
+            _check_low_bits(settings, model)
         self._clock = _core.Clock() if device.executor == "emulated" and settings.link.layer_us is not None else None
         self._layer_s = (settings.link.layer_us or 0.0) * 1e-6
         self.activations, self._fetch = activations_of(device.torch_device), fetch_from(device.torch_device)
@@ -123,9 +122,7 @@ class ExpertEngine:
         if shared and (problem := device.arena_problem()) is not None:
             shared = 0
             self.notes.append(f"the KV cache has memory of its own: {problem}")
-        self.cache = make_cache(
-            settings, shape, weights, device, dtype, len(mine), top_k, self._clock, replicas, published, shared
-        )
+        self.cache = make_cache(settings, model, device, len(mine), self._clock, shared)
         # held by a thread that runs forwards, or changes the cache, beside an idle batching loop
         self.alone = threading.Lock()
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
@@ -145,16 +142,16 @@ class ExpertEngine:
         self.packed_kernel: PackedKernel | None = None  # runs low-bit replicas
         try:
             self.kernels = kernels_of(self.cache.pool, settings, blocks)  # before anything is loaded
-            self._placer = self._make_placer(settings, shape, blocks, shards, ndp, tables)
+            self._placer = self._make_placer(settings, shape, blocks, links, tables)
             if self.shards is not None:
                 self.shards.start()
             if self.ndp is not None:
                 self.ndp.start(_NDP_START_S)
             self._placer.preload()
-            self.prefetching = self._make_prefetching(settings, blocks, predictors, artifacts)
-            self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, top_k)
+            self.prefetching = self._make_prefetching(settings, blocks, artifacts)
+            self.pre_evicting = make_pre_evicting(policy, self.cache, blocks, self.experts, self.top_k)
             self.configuring = make_configuring(
-                policy, self.cache, self.experts, top_k, self.slot_bytes, self.prefetching
+                policy, self.cache, self.experts, self.top_k, self.slot_bytes, self.prefetching
             )
             self._attach_layers(settings, shape, blocks, self._make_rerouter(policy, blocks, artifacts))
             self._at_begin += self._begin_hooks()
@@ -165,25 +162,25 @@ class ExpertEngine:
             raise
 
     def _make_placer(
-        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], shards: Sequence[PeerLink],
-        ndp: Sequence[PeerLink], tables: ReplicaTables | None,
+        self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], links: PeerLinks,
+        tables: ReplicaTables | None,
     ) -> Placer:  # fmt: skip
         """The placer, after `shards` and `ndp`."""
-        if settings.shards.count > 1 or shards:
+        if settings.shards.count > 1 or links.shards:
             self.shards = Shards(
-                settings.shards, shards, len(blocks), shape.num_experts, shape.hidden, self._stats,
+                settings.shards, links.shards, len(blocks), shape.num_experts, shape.hidden, self._stats,
                 self.activations.supply,
             )  # fmt: skip
         placement = settings.policy.placement
         if placement.planned:
             make_ndp = self._make_optional_ndp if placement.optional_workers else self._make_ndp
-            self.ndp = make_ndp(settings, shape, blocks, ndp)
+            self.ndp = make_ndp(settings, shape, blocks, links.ndp)
             gpu_s = expert_seconds(self.kernels.of(blocks[0]), self.cache.pool, min(self.top_k, PROBED))
             probe = partial(probe_costs, self.cache, self.ndp, gpu_s, self.activations, self.top_k)
             score = router_scores(settings.policy, blocks) if placement.scored else None
             return make_auto(placement, self.cache, self.experts, self.top_k, self.shards, self.ndp, probe, score)
         if settings.policy.uses_ndp:
-            self.ndp = self._make_ndp(settings, shape, blocks, ndp)
+            self.ndp = self._make_ndp(settings, shape, blocks, links.ndp)
             return make_placer(settings, self.cache, shape, self.shards, self.ndp, self.kernels.of(blocks[0]), tables)
         return self._placer if self.shards is None else GpuPlacer(self.cache, shape.num_experts, self.shards)
 
@@ -277,10 +274,7 @@ class ExpertEngine:
         )  # fmt: skip
         if rule is None:
             return None
-        peers = None
-        if self.shards is not None:
-            peers = self.shards.caches
-        return Rerouter(rule, self.cache, blocks, self.top_k, peers)
+        return Rerouter(rule, self.cache, blocks, self.top_k, None if self.shards is None else self.shards.caches.join)
 
     def _make_views(self, blocks: Sequence[MoeBlock], rerouter: Rerouter | None) -> HostViews:
         """The layers' host views: on a GPU one fetch for all that the policies read."""
@@ -291,17 +285,6 @@ class ExpertEngine:
             askers.append(scores_asked(self._placer, blocks))
         weighed = any(user is not None for user in (rerouter, self.shards, self.ndp, self.cache.low_bit))
         return HostViews(self._fetch, self._fetch is not share, askers, weighed)
-
-    @staticmethod
-    def _checked(policy: PolicySettings, settings: EngineSettings, replicas: ReplicaWeights | None) -> ReplicaWeights:
-        check_combination(settings)
-        if replicas is None:
-            bits = policy.replica_widths[0]
-            raise ConfigError(
-                f"policy '{policy.name}' loads replicas of {bits} bits, which were not given",
-                f"run `tiermoe prepare MODEL OUT --bits {bits}`",
-            )
-        return replicas
 
     def _attach_layers(
         self, settings: EngineSettings, shape: ExpertShape, blocks: Sequence[MoeBlock], rerouter: Rerouter | None
@@ -340,14 +323,13 @@ class ExpertEngine:
             self._handles.append(attach(block.experts, layer))
 
     def _make_prefetching(
-        self, settings: EngineSettings, blocks: Sequence[MoeBlock], predictors: Sequence[Predictor] | None,
-        artifacts: PolicyArtifacts,
-    ) -> RouterPrefetching | None:  # fmt: skip
+        self, settings: EngineSettings, blocks: Sequence[MoeBlock], artifacts: PolicyArtifacts
+    ) -> RouterPrefetching | None:
         if isinstance(self._placer, AutoPlacer) and not self._placer.may_prefetch:
             return None
         policy = make_policy(
             settings.policy, blocks, self.experts, self.top_k, self.cache.eviction, self.matcher, self.shards,
-            predictors,
+            artifacts.predictors,
         )  # fmt: skip
         if policy is None:
             return None
@@ -407,3 +389,14 @@ class ExpertEngine:
         for handle in self._handles:
             detach(handle)
         self._handles = []
+
+
+def _check_low_bits(settings: EngineSettings, model: ModelExperts) -> None:
+    """Raise ConfigError unless the policy's replicas are given, and can be loaded with these settings."""
+    check_combination(settings)
+    if model.replicas is None:
+        bits = settings.policy.replica_widths[0]
+        raise ConfigError(
+            f"policy '{settings.policy.name}' loads replicas of {bits} bits, which were not given",
+            f"run `tiermoe prepare MODEL OUT --bits {bits}`",
+        )

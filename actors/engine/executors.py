@@ -71,7 +71,7 @@ class NativeExecutor:
         self.core.time(by_cpu)
 
     def parts_s(self) -> dict[str, float]:
-        """Seconds of the last pass by part of `model.profile.PARTS`, where it was timed."""
+        """Seconds of the last pass by part of `host_times.PARTS`, where it was timed."""
         return {"kernels": self.core.kernels_s}
 
     def _install(self, step: MoeLayer) -> None:

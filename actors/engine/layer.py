@@ -29,8 +29,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
     import torch
 
     from ...kernels.expert_ffn import ExpertKernel
-    from .dispatch import DeviceBackend
-    from .peers.remote import RemoteCall
+    from .calls import RemoteCall
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
@@ -193,7 +192,7 @@ class Pass:
     def run_into(self, y: int, routing: _core.Routing, groups: Groups, replicas: Replicas) -> None:
         """What native kernels leave to Python's; y: the address of the pairs' rows [N, H]."""
         self.routing = routing
-        cast("DeviceBackend", self.step.backend).run_into(self, y, groups, replicas)
+        cast(NativeBackend, self.step.backend).run_into(self, y, groups, replicas)
 
     def lost(self) -> Sequence[int]:
         """All that is planned here has run: the experts of the next peer that is lost or late; empty: there is none."""
@@ -205,7 +204,7 @@ class Pass:
 
     def add(self, out: Any) -> None:
         """Add the sums of peers. out [T, H]; None: that of the present pass."""
-        cast("DeviceBackend", self.step.backend).add(self, self.step.shared.out if out is None else out)
+        cast(NativeBackend, self.step.backend).add(self, self.step.shared.out if out is None else out)
 
     def peer_s(self) -> tuple[float, float]:
         """Peers were joined: seconds that the GPU which waited longest waited, and those of the busiest link."""
@@ -301,4 +300,16 @@ class Backend(Protocol):
 
     def combine(self, of: Pass) -> Any:
         """The layer's output, with the sums of peers."""
+        ...
+
+
+class NativeBackend(Backend, Protocol):
+    """A backend beside native kernels, which leave some parts to it."""
+
+    def run_into(self, of: Pass, y: int, groups: Groups, replicas: Replicas) -> None:
+        """As `run`; y: the address of the pairs' rows."""
+        ...
+
+    def add(self, of: Pass, out: Any) -> None:
+        """Add the sums of peers to out [T, H]."""
         ...

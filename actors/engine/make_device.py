@@ -8,11 +8,12 @@ from ...errors import ConfigError
 from ..gpu_driver import TorchBuild, absent, has_gpu, unusable
 from ..settings import LinkSettings
 from .cache.device import Activations, CpuDevice, Device, PlainActivations
-from .cuda.activations import PinnedActivations, PinnedFetch
+from .cuda.activations import PinnedActivations
 from .cuda.device import CudaDevice
 from .cuda.runtime import runtime_of
 from .host_view import Fetch, share
 from .model.attention import steady_sdpa
+from .pinned_fetch import PinnedFetch
 
 
 def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device:

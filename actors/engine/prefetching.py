@@ -12,7 +12,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +30,23 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from .hooks import Native
     from .model.model import MoeBlock, RouterProbe
-    from .peers.shards import Shards
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)
 NATIVE = Ranking(_cpu.rank_by_votes, _cpu.rank_by_score)
 See = Callable[[int, Sequence[Span], Any], LayerSeen]  # (layer, spans, view) -> the policy's view
+
+
+class OtherShards(Protocol):
+    """The shards beside this one (`peers.shards.Shards`)."""
+
+    def peer_of(self, key: int) -> object | None:
+        """The shard that loads an expert; None: this one."""
+        ...
+
+    def prefetch(self, layer: int, keys: Sequence[int]) -> None:
+        """Ask their shards to load these."""
+        ...
 
 
 class Prefetching:
@@ -59,7 +70,7 @@ class Prefetching:
 
     def __init__(
         self, policy: PrefetchPolicy, cache: ExpertCache, layers: int, experts: int, see: See,
-        shards: Shards | None = None,
+        shards: OtherShards | None = None,
     ) -> None:  # fmt: skip
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
         self._last, self.announced = layers - 1, _core.Announced()  # what native code's version goes by
@@ -198,7 +209,7 @@ class Prefetching:
             cache.core.finish_prefetch([want.key for want in wanted], layer)
 
     def _by_owner(
-        self, shards: Shards, layer: int, found: Sequence[tuple[str, list[int]]]
+        self, shards: OtherShards, layer: int, found: Sequence[tuple[str, list[int]]]
     ) -> tuple[list[tuple[str, list[int]]], list[int]]:
         """The runs of keys that are loaded here, and the keys from `layer` on that shards load."""
         mine: list[tuple[str, list[int]]] = []
@@ -226,7 +237,7 @@ class RouterPrefetching(Prefetching):
         cache: ExpertCache,
         blocks: Sequence[MoeBlock],
         experts: int,
-        shards: Shards | None = None,
+        shards: OtherShards | None = None,
         gates: Sequence[RouterProbe] | None = None,
         fetch: Fetch = share,
     ) -> None:

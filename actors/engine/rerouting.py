@@ -23,7 +23,6 @@ from .host_view import Asked
 if TYPE_CHECKING:
     from .hooks import Native
     from .model.model import MoeBlock
-    from .peers.shards import PeerCaches
 
 
 def reroute_view(cache: ExpertCache, layer: int, top_k: int) -> RerouteView:
@@ -38,7 +37,7 @@ class Rerouter:
 
     Args:
         blocks: the model's MoE layers. top_k: of their routers.
-        peers: the other shards' caches; None: there are none.
+        joined: a layer's view with what the other shards hold (`PeerCaches.join`); None: there are none.
 
     Raises:
         ConfigError: the rule needs probabilities that a layer does not expose.
@@ -50,7 +49,7 @@ class Rerouter:
         cache: ExpertCache,
         blocks: Sequence[MoeBlock],
         top_k: int,
-        peers: PeerCaches | None = None,
+        joined: Callable[[int, RerouteView], RerouteView] | None = None,
     ) -> None:
         mute = [layer for layer, block in enumerate(blocks) if block.router is None]
         if rule.needs_probabilities and mute:
@@ -58,7 +57,7 @@ class Rerouter:
                 f"{rule.name} routing goes by the router's probabilities, which MoE layer {mute[0]} does not expose",
                 "choose a policy with exact routing",
             )
-        self.rule, self._cache, self._top_k, self._peers = rule, cache, top_k, peers
+        self.rule, self._cache, self._top_k, self._joined = rule, cache, top_k, joined
         self._asked = [
             Asked(block.router, softmax=True) if rule.needs_probabilities and block.router is not None else None
             for block in blocks
@@ -84,7 +83,7 @@ class Rerouter:
 
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
         """As of `hooks.RerouteHook`. A rule that reads other GPUs' caches is Python's."""
-        spec = None if self._peers is not None else self.rule.native(index)
+        spec = None if self._joined is not None else self.rule.native(index)
         if isinstance(spec, Replacement):
             asked = self._asked[index]
             return partial(self._replace, spec, asked, to) if asked is None or to.finds(asked) else None
@@ -104,7 +103,7 @@ class Rerouter:
 
     def _view(self, layer: int) -> RerouteView:
         own = reroute_view(self._cache, layer, self._top_k)
-        return own if self._peers is None else self._peers.join(layer, own)
+        return own if self._joined is None else self._joined(layer, own)
 
 
 def report_link_speed(rule: Rerouting, cache: ExpertCache) -> None:

@@ -8,7 +8,7 @@ routing budget-aware     each token uses as many of its experts as are resident 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,8 @@ from pydantic import Field
 from ...kernels.importance import ImportanceState, drop_beyond, misses_fit, release_slots
 from ..core import _core
 from .eviction import NativeOrder
-from .registry import PolicyContext, PolicyOptions, register
+from .registry import PolicyContext, PolicyOptions, Preset, register
 from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights
-
-if TYPE_CHECKING:
-    from ..policy_settings import PolicySettings
 
 
 @register("eviction", "importance")
@@ -52,7 +49,7 @@ class ImportanceEviction(NativeOrder):
         gamma: float = Field(default=0.97, gt=0, le=1, description="factor on a use for each later token")
         window: int = Field(default=128, ge=1, le=1 << 16, description="tokens after which a use has no weight")
 
-        def check(self, policy: PolicySettings) -> None:
+        def check(self, policy: Preset) -> None:
             if policy.pre_evict.kind == "off":
                 raise ValueError("eviction importance goes by what pre_evict predicts: set pre_evict.kind")
 
@@ -90,7 +87,7 @@ class ReleaseOptions(PreEvictOptions):
     tau: float = Field(default=0.02, ge=0, le=1, description="two probabilities are uncertain if they differ by less")
     r_max: int = Field(default=2, ge=0, le=64, description="most slots freed because of uncertain probabilities")
 
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         if policy.uses_ndp or policy.preload != "none":
             raise ValueError("pre_evict is for caches that fill on demand: leave placement and preload out")
 
@@ -147,7 +144,7 @@ class BudgetAwareTopK(Rerouting):
     """
 
     class Options(RoutingOptions):
-        def check(self, policy: PolicySettings) -> None:
+        def check(self, policy: Preset) -> None:
             if policy.pre_evict.kind == "off":
                 raise ValueError("routing budget-aware goes by the slots that pre_evict frees: set pre_evict.kind")
 

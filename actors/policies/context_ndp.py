@@ -7,17 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, model_validator
 
 from .cost import SplitCosts
-from .registry import PolicyOptions, register
-
-if TYPE_CHECKING:
-    from ..policy_settings import PolicySettings
+from .registry import PolicyOptions, Preset, register
 
 
 @register("placement", "cache", "context", "static", "monde")
@@ -61,7 +58,7 @@ class PlacementOptions(PolicyOptions):
         description="with context: tokens after which a decode chooses the hot set again; default: never",
     )
 
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         if self.kind != "cache" and (policy.prefetch.kind not in self.prefetches or policy.preload != "none"):
             raise ValueError(f"placement {self.kind} decides what is loaded: leave prefetch and preload out")
         if self.kind != "context" and (self.prompts != "gpu" or self.renew is not None):
@@ -107,7 +104,7 @@ class PrecisionOptions(PolicyOptions):
             return (1, 2, 3, 4)
         return () if self.bits is None else (int(self.bits),)
 
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         if self.kind == "full":
             return
         if policy.lossless:

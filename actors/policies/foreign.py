@@ -2,9 +2,9 @@
 
     policy my_policies.broken:Fifo failed in victims(), broken.py:34: KeyError: 'boom'
 
-The registry makes such a policy in `made`: each hook of the instance becomes one that raises `PolicyError` in place of
-any other exception, and answers are checked (`policy_base`). Policies of this repository are not touched. An error of
-ours (`TierMoeError`) that a policy lets through stays what it is.
+The registry makes such a policy in `made`: the hooks of its class raise `PolicyError` in place of any other exception
+from then on, and answers are checked (`policy_base`). Policies of this repository are not touched. An error of ours
+(`TierMoeError`) that a policy lets through stays what it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from ...errors import PolicyError, TierMoeError, told
 
 _HERE = __name__.partition(".")[0]
 _LIBRARIES = ("site-packages", "dist-packages")
-_GUARDED = "__tiermoe_guarded__"  # set on what is guarded already
+# (a hook's arguments) -> kind of its policy, and what checks its answers
+Of = Callable[[tuple[Any, ...]], "tuple[str, Any] | None"]
+_GUARDED = "__tiermoe_guarded__"  # set on what is guarded already; of an instance: its kind, and checks of answers
 
 
 class Meter:
@@ -134,59 +136,69 @@ def guard_options(cls: type, kind: str) -> None:
             continue
         for name, value in list(vars(owner).items()):
             if name in hooks and isinstance(value, FunctionType | property):
-                setattr(owner, name, _guard(value, kind, f"Options.{name}", None, ValueError))
+                setattr(owner, name, _guard(value, f"Options.{name}", lambda _: (kind, None), ValueError))
 
 
 def _guarded(policy: Any, kind: str, answers: Any) -> Any:
-    """The policy with hooks that raise `PolicyError`: of a subclass of its class."""
-    cls, hooks = type(policy), dict[str, Any]()
-    for name in _hooks(cls):
+    """The policy, whose class has hooks that raise `PolicyError`."""
+    cls, hooks = type(policy), _hooks(type(policy))
+    for name in hooks:
         value = inspect.getattr_static(cls, name)
-        read = isinstance(value, property | functools.cached_property)
-        if read or (callable(value) and not isinstance(value, type | classmethod)):
-            hooks[name] = _guard(value, kind, name, getattr(answers, name, None))
-    for name, value in list(getattr(policy, "__dict__", {}).items()):
+        if callable(value) or isinstance(value, property | functools.cached_property):
+            type.__setattr__(cls, name, _guard(value, name))
+    for name, value in list(vars(policy).items()):
         if name in hooks and callable(value):  # set in `__init__`
-            policy.__dict__[name] = _wrapped(value, kind, f"{name}()", getattr(answers, name, None), of=0)
-    named = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    policy.__class__ = called(kind, "__init_subclass__()", type(cls), cls.__name__, (cls,), named | hooks)
+            vars(policy)[name] = _wrapped(value, lambda _: (kind, answers), name, f"{name}()", bound=True)
+    vars(policy)[_GUARDED] = kind, answers
     return policy
 
 
 def _hooks(cls: type) -> set[str]:
-    """Public names of the classes of this repository that it inherits from."""
+    """Public names of the classes of this repository that it inherits from, but for those that make instances."""
     ours = [owner for owner in cls.__mro__ if is_ours(owner)]
-    return {name for owner in ours for name in vars(owner) if not name.startswith("_")}
+    named = {name: value for owner in ours for name, value in vars(owner).items() if not name.startswith("_")}
+    return {name for name, value in named.items() if not isinstance(value, type | classmethod)}
 
 
-def _guard(value: Any, kind: str, name: str, check: Callable[..., Any] | None, passing: Any = ()) -> Any:
+def _of_policy(args: tuple[Any, ...]) -> tuple[str, Any] | None:
+    found: tuple[str, Any] | None = vars(args[0]).get(_GUARDED)
+    return found
+
+
+def _guard(value: Any, name: str, of: Of = _of_policy, passing: Any = ()) -> Any:
     """What stands in a class in place of a method or property."""
     if isinstance(value, property):
-        read = None if value.fget is None else _wrapped(value.fget, kind, name, None, passing)
+        read = None if value.fget is None else _wrapped(value.fget, of, name, name, passing)
         return property(read, value.fset, value.fdel, value.__doc__)
     if isinstance(value, functools.cached_property):
-        return functools.cached_property(_wrapped(value.func, kind, name, None, passing))
+        found = functools.cached_property(_wrapped(value.func, of, name, name, passing))
+        found.__set_name__(object, name.rpartition(".")[2])
+        return found
     if isinstance(value, staticmethod) or not hasattr(type(value), "__get__"):
-        return staticmethod(_wrapped(getattr(value, "__func__", value), kind, f"{name}()", check, passing, of=0))
-    return _wrapped(value, kind, f"{name}()", check, passing)
+        free = getattr(value, "__func__", value)
+        value = functools.wraps(free)(lambda policy, *args, **given: free(*args, **given))
+    return _wrapped(value, of, name, f"{name}()", passing)
 
 
 def _wrapped(
-    function: Callable[..., Any], kind: str, hook: str, check: Callable[..., Any] | None, passing: Any = (),
-    of: int = 1,
-) -> Callable[..., Any]:  # fmt: skip
-    """The function, which raises `PolicyError`, with its answers checked. of: arguments before the hook's own."""
+    function: Callable[..., Any], of: Of, name: str, hook: str, passing: Any = (), bound: bool = False
+) -> Callable[..., Any]:
+    """The function, which raises `PolicyError`, with its answers checked. bound: it does not take the policy."""
     if hasattr(function, _GUARDED):
         return function
 
     @functools.wraps(function)
     def call(*args: Any, **given: Any) -> Any:
-        call_it = functools.partial(function, *args, **given)
-        found = called(kind, hook, METER.timed, kind, call_it, passing=passing)
+        policy = of(args)
+        if policy is None:  # `made` has not given it (yet)
+            return function(*args, **given)
+        kind, answers = policy
+        found = called(kind, hook, METER.timed, kind, functools.partial(function, *args, **given), passing=passing)
+        check = getattr(answers, name, None)
         if check is None:
             return found
         try:
-            return check(found, *args[of:], **given)
+            return check(found, *args[0 if bound else 1 :], **given)
         except (TypeError, ValueError) as error:
             raise failure(kind, hook, error, _code(function)) from error
 

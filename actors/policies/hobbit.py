@@ -6,18 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from .prefetch import LayerSeen, NextGatePrefetch, PrefetchOptions, PrefetchPolicy, Wanted, predicted_experts
-from .registry import PolicyContext, policy_class, register
+from .registry import PolicyContext, Preset, policy_class, register
 from .routing import Ids, MissOptions, Weights, drop_pairs
-
-if TYPE_CHECKING:
-    from ..policy_settings import PolicySettings
 
 Here = Callable[[int], bool]  # whether an expert of the layer is resident or on its way
 
@@ -42,7 +39,7 @@ class LowBitOptions(MissOptions):
             raise ValueError(f"t1 {self.t1} is above t2 {self.t2}")
         return self
 
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         super().check(policy)
         if policy.split.kind != "off" or policy.pre_evict.kind != "off":
             raise ValueError("on_miss low-bit divides the slots itself: leave split and pre_evict out")

@@ -22,16 +22,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from ..base_settings import Settings
 from .foreign import called, failure, guard_options, made
-
-if TYPE_CHECKING:
-    from ..policy_settings import PolicySettings
 
 UNKNOWN_KEY = "unknown_option"  # type of pydantic's finding; its context has `key`, and `known` ones
 Point = Literal["eviction", "prefetch", "routing", "on_miss", "pre_evict", "placement", "precision", "split"]
@@ -53,8 +50,35 @@ class PolicyOptions(Settings):
         """Artifacts of `tiermoe prepare` that it needs: of gates, predictors and profile."""
         return frozenset()
 
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         """Raises ValueError: conflicts with the preset's other sections; the message says what to leave out."""
+
+
+class Preset(Protocol):
+    """What `PolicyOptions.check` reads of a preset (`policy_settings.PolicySettings`)."""
+
+    @property
+    def eviction(self) -> PolicyOptions: ...
+    @property
+    def prefetch(self) -> PolicyOptions: ...
+    @property
+    def routing(self) -> PolicyOptions: ...
+    @property
+    def pre_evict(self) -> PolicyOptions: ...
+    @property
+    def placement(self) -> PolicyOptions: ...
+    @property
+    def precision(self) -> PolicyOptions: ...
+    @property
+    def split(self) -> PolicyOptions: ...
+    @property
+    def maps(self) -> PolicyOptions | None: ...
+    @property
+    def uses_ndp(self) -> bool: ...
+
+    lossless: bool
+    preload: Literal["none", "all"]
+    evict_writeback: bool
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,7 @@ from pydantic import Field
 
 from .foreign import shown
 from .prefetch import PrefetchOptions, PrefetchPolicy
-from .registry import MaybeNative, PolicyContext, PolicyOptions, make, policy_base, register
-
-if TYPE_CHECKING:
-    from ..policy_settings import PolicySettings
+from .registry import MaybeNative, PolicyContext, PolicyOptions, Preset, make, policy_base, register
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float32]
@@ -118,7 +115,7 @@ class MissOptions(PolicyOptions):
         """Whether it depends on which GPU has an expert."""
         return False
 
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         if self.kind != "load" and policy.routing.kind != "exact":
             raise ValueError(f"on_miss {self.kind} is for exact routing")
 

@@ -349,14 +349,16 @@ def _problem(arrays: Arrays, shapes: Mapping[str, Shape]) -> str | None:
 class PolicyArtifacts:
     """The artifacts that a policy reads; None: not needed.
 
-    gates: of layers 0..L-2 (`PreGatedPrefetch`). profile: for buddies and thresholds.
+    gates: of layers 0..L-2 (`PreGatedPrefetch`). profile: for buddies and thresholds. predictors: of later layers
+    (`StridePrefetch`).
     """
 
     gates: tuple[PreGate, ...] | None = None
     profile: ExpertProfile | None = None
+    predictors: Sequence[Predictor] | None = None
 
 
-# by need of a policy (`PolicySettings.needs`); `predictors`, of a stride, are read by who makes the prefetch policy
+# by need of a policy (`PolicySettings.needs`); `predictors` are of a stride
 READERS: Mapping[str, Callable[[Path, Manifest], Any]] = {
     "gates": gates_of, "profile": read_profile,
 }
@@ -364,4 +366,7 @@ READERS: Mapping[str, Callable[[Path, Manifest], Any]] = {
 
 def read_policy_artifacts(policy: PolicySettings, store: Path, manifest: Manifest) -> PolicyArtifacts:
     """Read what a policy needs from a store's folder. Raises StoreError: a file is missing, damaged or foreign."""
-    return PolicyArtifacts(**{need: READERS[need](store, manifest) for need in READERS.keys() & policy.needs})
+    found = {need: READERS[need](store, manifest) for need in READERS.keys() & policy.needs}
+    if "predictors" in policy.needs:
+        found["predictors"] = predictors_of(store, manifest, policy.prefetch.distance)
+    return PolicyArtifacts(**found)

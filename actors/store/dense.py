@@ -170,7 +170,7 @@ class _Files:
 
     def _ask(self, request: FileRequest, deadline_s: float) -> FileReply:
         if self._channel is None:
-            self._channel = open_store_channel(self._stores[0])
+            self._channel = open_store_channel(self._stores[0], self._settings)
             self.name = self._stores[0].name
         reply = self._channel.call(request, deadline_s)
         if not isinstance(reply, FileReply) or (reply.name, reply.offset) != (request.name, request.offset):

@@ -1,18 +1,27 @@
-"""Reading another node's store over our channel: shared memory on one host, gRPC between hosts. NumPy without torch."""
+"""Reading another node's store.
+
+    ChannelReader  our channel: shared memory on one host, gRPC between hosts
+    RefReader      Ray: from the store's object store to this node's
+
+NumPy without torch; Ray is imported only for `cluster.store.transport: ray`.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import MessageError, PeerLost, StoreError
+from ...errors import MessageError, PeerLost, RemoteFailure, RuntimeFailure, StoreError, TierMoeError
 from ...proto.channel import Channel, open_channel
 from ...proto.messages import HealthReport, HealthRequest, Message, StoreReply, StoreRequest
 from ...proto.options import ChannelOptions
 from ...proto.peers import StoreLink
+from ..settings import StoreSettings
 from .files import NUMPY_TYPES
 from .format import Manifest, manifest_digest
 
@@ -27,21 +36,13 @@ Expert = tuple[NDArray[Any], ...]  # in the order of `ExpertShape.stacked`
 Answer = Callable[[], list[Expert]]
 
 
-class StoreReader:
-    """A connection to one store."""
-
-    def __init__(self, channel: Channel, manifest: Manifest) -> None:
-        self._channel, self._manifest = channel, manifest
+class StoreReader(Protocol):
+    """A connection to one store. transport: "shm", "grpc" or "ray". closed_because: None while it is usable."""
 
     @property
-    def transport(self) -> str:
-        """ "shm" or "grpc"."""
-        return self._channel.transport
-
+    def transport(self) -> str: ...
     @property
-    def closed_because(self) -> str | None:
-        """Why it ended; None while it is usable."""
-        return self._channel.closed_because
+    def closed_because(self) -> str | None: ...
 
     def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
         """Ask for experts of a layer; returns at once. Calling the answer waits for them.
@@ -49,6 +50,26 @@ class StoreReader:
         Raises, then or when called:
             RuntimeFailure: the store is lost, too slow, refuses, or answers with something else.
         """
+        ...
+
+    def close(self) -> None: ...
+
+
+class ChannelReader:
+    """A `StoreReader` over our channel."""
+
+    def __init__(self, channel: Channel, manifest: Manifest) -> None:
+        self._channel, self._manifest = channel, manifest
+
+    @property
+    def transport(self) -> str:
+        return self._channel.transport
+
+    @property
+    def closed_because(self) -> str | None:
+        return self._channel.closed_because
+
+    def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
         neurons, ids = self._manifest.experts.intermediate, np.array(experts, np.int32)
         per_neuron = max(1, self._manifest.expert_nbytes() * len(experts) // neurons)
         part = max(1, PART_BYTES // per_neuron)
@@ -103,13 +124,69 @@ class StoreReader:
         return {name: reply.tensors[name] for name in wanted}
 
 
-def connect_store(link: StoreLink, manifest: Manifest) -> StoreReader:
+class RefReader:
+    """A `StoreReader` over Ray objects; `actor` is the store's name in this process's Ray namespace.
+
+    Raises:
+        RuntimeFailure: there is no such actor, or this process is not on Ray.
+    """
+
+    transport = "ray"
+    closed_because = None  # a lost actor shows at the next `ask`
+
+    def __init__(self, actor: str, manifest: Manifest) -> None:
+        import ray
+
+        try:
+            self._handle = ray.get_actor(actor)
+        except (ray.exceptions.RayError, ValueError, RuntimeError) as error:
+            raise RuntimeFailure(f"no store actor '{actor}' ({error})", "check that the cluster is up") from error
+        self._manifest = manifest
+
+    def health(self, deadline_s: float) -> dict[str, Any]:
+        """The store's health. Raises PeerLost: no answer."""
+        return self._get(self._handle.health.remote(), deadline_s)
+
+    def ask(self, layer: int, experts: Sequence[int], deadline_s: float) -> Answer:
+        asked = self._handle.expert_refs.remote(layer, list(experts))
+
+        def checked() -> list[Expert]:
+            found = self._get(self._get(asked, deadline_s), deadline_s)
+            wanted = [(NUMPY_TYPES[code], dims[1:]) for code, dims in self._manifest.expert_tensors(layer).values()]
+            if len(found) != len(experts) or any([(a.dtype.type, a.shape) for a in e] != wanted for e in found):
+                raise _foreign("arrays of other shapes or types than the manifest's")
+            return [tuple(expert) for expert in found]
+
+        return checked
+
+    def close(self) -> None: ...
+
+    @staticmethod
+    def _get(ref: Any, deadline_s: float) -> Any:
+        import ray
+
+        try:
+            return ray.get(ref, timeout=deadline_s)
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, TierMoeError):
+                raise RemoteFailure(cause.what, cause.remedy, type(cause).__name__) from None
+            raise PeerLost(f"Ray: {type(error).__name__}", "see whether the store's node is up") from error
+
+
+def connect_store(link: StoreLink, manifest: Manifest, settings: StoreSettings) -> StoreReader:
     """A connection to a store that reports itself well and holds the same model.
 
     Raises:
         RuntimeFailure: the store is absent. StoreError: it is damaged, or another one.
     """
-    channel = open_store_channel(link)
+    if settings.transport == "ray":
+        if link.actor is None:
+            raise StoreError(f"{link.name} is not a Ray actor", "use store.transport: grpc")
+        reader = RefReader(link.actor, manifest)
+        _check(link, reader.health(_CONNECT_S), manifest)
+        return reader
+    channel = open_store_channel(link, settings)
     try:
         report = channel.call(HealthRequest(), _CONNECT_S)
         if not isinstance(report, HealthReport) or report.role != "store":
@@ -118,10 +195,10 @@ def connect_store(link: StoreLink, manifest: Manifest) -> StoreReader:
     except BaseException:
         channel.close()
         raise
-    return StoreReader(channel, manifest)
+    return ChannelReader(channel, manifest)
 
 
-def open_store_channel(link: StoreLink) -> Channel:
+def open_store_channel(link: StoreLink, settings: StoreSettings) -> Channel:
     """A channel to the address that the store registered.
 
     Raises:
@@ -153,3 +230,41 @@ def _per_expert(arrays: Mapping[str, NDArray[Any]], count: int) -> list[Expert]:
 
 def _foreign(what: str) -> MessageError:
     return MessageError(f"the store answered with {what}", "run the same version of tiermoe on all nodes")
+
+
+class RefBook:
+    """References to experts in Ray's object store, least recently used first.
+
+    At most `most_bytes` of them, and at least the newest; Ray frees an object when its last reader drops it.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._refs: OrderedDict[tuple[int, int], tuple[Any, int]] = OrderedDict()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def get(self, key: tuple[int, int], nbytes: int, arrays: Callable[[], list[NDArray[Any]]]) -> Any:
+        """The reference of an expert; a new object is put after older ones are dropped."""
+        import ray
+
+        with self._lock:
+            if key in self._refs:
+                self._refs.move_to_end(key)
+                return self._refs[key][0]
+            while self._refs and self._nbytes + nbytes > self._most_bytes:
+                self._nbytes -= self._refs.popitem(last=False)[1][1]
+            ref = ray.put(arrays())
+            self._refs[key] = (ref, nbytes)
+            self._nbytes += nbytes
+            return ref
+
+    def clear(self) -> None:
+        """Drop all references."""
+        with self._lock:
+            self._refs.clear()
+            self._nbytes = 0

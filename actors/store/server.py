@@ -1,4 +1,4 @@
-"""The expert store of one node, for the other nodes.
+"""The expert store of one node, for the other nodes: experts over a channel, or as Ray objects.
 
     StoreRequest (a layer, experts)  -> StoreReply (their arrays, views of the mapped files)
     FileRequest (a piece of a file)  -> FileReply: the dense weights and the small files, for a node without store files
@@ -29,6 +29,7 @@ from .files import ExpertStore, LayerArrays, StoreView
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
 from .pages import FileWatch
 from .published import FormArrays
+from .remote import RefBook
 from .replicas import REPLICAS_NAME, read_replicas
 
 _ROOM = 64 * 1024  # bytes of a message around its arrays
@@ -44,6 +45,7 @@ class StoreWorker:
             processes of its own node map it.
         token: required of clients; None: only this machine may connect.
         options: of the channel server; its host and token are those above.
+        ref_bytes: limit of its objects in Ray's object store; one expert always fits.
 
     Raises:
         StoreError: the store is damaged, or lacks one of the layers.
@@ -58,6 +60,7 @@ class StoreWorker:
         directory: Directory | None = None,
         token: str | None = None,
         options: ServerOptions | None = None,
+        ref_bytes: int = 64 << 20,
     ) -> None:
         self._store = ExpertStore(path, verify, layers)
         self._view, self._name = self._store.describe(), store_name(index)
@@ -70,6 +73,7 @@ class StoreWorker:
             self._files |= set() if replicas is None else {REPLICAS_NAME, replicas.losses.file}
         self._lock = threading.Lock()
         self._experts_sent = self._bytes_sent = 0
+        self._refs = RefBook(ref_bytes)
         self._server: ChannelServer | None = None
         options = options or ServerOptions()
         self._most = options.limits.max_message_bytes - _ROOM
@@ -102,6 +106,23 @@ class StoreWorker:
             return HealthReport("store", self.health())
         raise ConfigError(f"a store does not answer {type(message).__name__}", "ask it for experts or files")
 
+    def expert_refs(self, layer: int, experts: Sequence[int]) -> list[Any]:
+        """A Ray object reference for each of these experts: its arrays in the order of `ExpertShape.stacked`.
+
+        References, not arrays: the caller's `ray.get` copies from object store to object store. Only the newest
+        `ref_bytes` stay, so a store is never in Ray's memory as a whole.
+
+        Raises:
+            StoreError: there is no such layer or expert here.
+        """
+        tensors = _by_name(self._layer(layer, np.asarray(experts, np.int64)))
+        nbytes = self._view.manifest.expert_nbytes()
+        self._count(len(experts), len(experts) * nbytes)
+        return [
+            self._refs.get((layer, e), nbytes, lambda e=e: [array[e] for array in tensors.values()])  # type: ignore[misc]
+            for e in experts
+        ]
+
     def health(self) -> dict[str, Any]:
         """Layers, bytes and counters."""
         with self._lock:
@@ -113,6 +134,7 @@ class StoreWorker:
             "store": self._digest,
             "layers": ",".join(map(str, self._layers)),
             "nbytes": self._store.nbytes,
+            "ref_bytes": self._refs.nbytes,
         } | sent
 
     def close(self) -> None:
@@ -120,6 +142,7 @@ class StoreWorker:
         self._watch.close()
         if self._server is not None:
             self._server.close()
+        self._refs.clear()
         self._store.close()
 
     def _experts(self, request: StoreRequest) -> StoreReply:

@@ -1,4 +1,4 @@
-"""`python -m tiermoe.benchmarks.gpu`: see `run.sh` and docs/gpu.md."""
+"""`python -m tiermoe.benchmarks.gpu`: see `run.sh` and docs/gpu-measurements.md."""
 
 import sys
 

@@ -134,7 +134,7 @@ def main(root: Path) -> int:
     if lacking := missing(NEEDED):
         say(f"missing packages: {', '.join(lacking)}")
         say(f"  with a network:    {sys.executable} -m pip install -c constraints.txt {' '.join(lacking)}")
-        say("  without one:       see docs/gpu.md, 'What it needs'")
+        say("  without one:       see docs/gpu-measurements.md, 'What it needs'")
         return 1
     for name in missing(USED_IF_THERE):
         say(f"{name} is not installed: what needs it is left out and said on the page")

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.engine import ExpertEngine, PeerLinks
+from tiermoe.actors.engine.host_times import PARTS, device_calls, host_passes
+from tiermoe.actors.engine.make_cache import ModelExperts
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.model.attention import steady_sdpa
 from tiermoe.actors.engine.model.kernels import KernelPlan
-from tiermoe.actors.engine.model.profile import PARTS, device_calls, host_passes
 from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
@@ -221,10 +222,14 @@ class Bench:
             made = stack.enter_context(closing(make_device(device.type, settings.link)))
             tables = policy.replica_widths or policy.needs_popularity
             engine = ExpertEngine(
-                settings, expert, self.host.layers, blocks, shape.top_k, made, self.context.dtype, links,
-                random_tables(layers, shape.experts) if policy.uses_ndp and tables else None, (),
-                matcher, artifacts=artifacts, replicas=replicas,
-            )  # fmt: skip
+                settings,
+                ModelExperts(expert, self.host.layers, self.context.dtype, shape.top_k, replicas=replicas),
+                blocks,
+                made,
+                PeerLinks(links, matcher=matcher),
+                artifacts,
+                random_tables(layers, shape.experts) if policy.uses_ndp and tables else None,
+            )
             stack.callback(remove_hooks)
             stack.enter_context(closing(engine))
             if engine.prefetching is not None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from tiermoe.actors.engine.host_times import KERNEL_PARTS, STEP_PARTS, host_steps
 from tiermoe.actors.engine.model.attention import steady_sdpa
-from tiermoe.actors.engine.model.profile import KERNEL_PARTS, STEP_PARTS, host_steps
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import Prompt, heldout_prompts, serve
 from tiermoe.cluster.jobs.local_worker import run_config, start_worker

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.slots import LayerWeights
+from tiermoe.actors.engine.make_cache import ModelExperts, make_cache
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings
 from tiermoe.cluster.config import load_policy
@@ -213,7 +213,7 @@ def _rates(expert: Any, layers: Sequence[LayerWeights], size: int, device: Any, 
     nbytes = expert.nbytes(context.dtype.itemsize)
     budget = Budget(nbytes=size * nbytes)
     settings = EngineSettings(policy=load_policy("on-demand"), budget=budget, device=context.device.type)
-    cache = make_cache(settings, expert, layers, device, context.dtype, expert.num_experts)
+    cache = make_cache(settings, ModelExperts(expert, layers, context.dtype), device, expert.num_experts)
     rng, rates = np.random.default_rng(size), list[float]()
     try:
         for turn in range(LOAD_WARM + LOAD_REPEATS):

@@ -1,4 +1,4 @@
-"""What stands before every route: the key, web pages, the request's id, and the coding, size and time of its body."""
+"""What stands before every route: the key, web pages, the request's id, and the size and time of its body."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
-from .encodings import Decoder, decoder
 from .keys import ANYONE, Key, KeyRing, fingerprint
 from .origins import Access, headers_of, path_of
 from .records import CLIENT_GONE, RequestRecord, Sink
@@ -96,13 +95,13 @@ class Guard:
                 await Response(status_code=204, headers=permission)(scope, receive, send)
                 return
             scope["state"]["key"] = self._check(record, headers)
-            coded = [value for name, value in scope["headers"] if name.lower() == b"content-encoding"]
-            coding = decoder(coded) if record.method not in READS else None
+            if record.method not in READS:
+                _check_coding(headers.get(b"content-encoding", b"").decode("latin-1"))
         except ApiError as refusal:
             record.refuse(refusal)
             await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send)
             return
-        body = _Body(receive, self._limits, self._hold, coding)
+        body = _Body(receive, self._limits, self._hold)
         # the connection leaves a HEAD's body out
         routed = {**scope, "method": "GET"} if record.method == "HEAD" else scope
         try:
@@ -135,15 +134,10 @@ class Guard:
 
 
 class _Body:
-    """The body of one request as it arrives, decoded: counted even without an announced length, and within its
-    deadline.
-    """
+    """The body of one request as it arrives: counted even without an announced length, and within its deadline."""
 
-    def __init__(
-        self, receive: Receive, limits: LimitSettings, hold: Callable[[int], None], coding: Decoder | None
-    ) -> None:
-        self._receive, self._limits, self._hold, self._coding = receive, limits, hold, coding
-        self._came = 0  # bytes as they were sent
+    def __init__(self, receive: Receive, limits: LimitSettings, hold: Callable[[int], None]) -> None:
+        self._receive, self._limits, self._hold = receive, limits, hold
         self._due_s: float | None = asyncio.get_running_loop().time() + limits.body_s
         self.taken = 0
 
@@ -151,7 +145,7 @@ class _Body:
         """The next message.
 
         Raises:
-            ApiError: 400, 408, 413 or 429.
+            ApiError: 408, 413 or 429.
         """
         try:
             async with asyncio.timeout_at(self._due_s):
@@ -161,18 +155,21 @@ class _Body:
             raise ApiError(408, what, headers={"Connection": "close"}) from None
         if message["type"] != "http.request" or not message.get("more_body", False):
             self._due_s = None  # what comes after it is the end of the connection
-        self._came += len(message.get("body", b""))
-        if self._coding is not None and message["type"] == "http.request":
-            decoded = self._coding.feed(message.get("body", b""), self._limits.body_bytes - self.taken)
-            message = {**message, "body": decoded}
         count = len(message.get("body", b""))
-        if max(self.taken + count, self._came) > self._limits.body_bytes:
+        if self.taken + count > self._limits.body_bytes:
             raise _too_large(self._limits)
         self._hold(count)
         self.taken += count
-        if self._coding is not None and message["type"] == "http.request" and self._due_s is None:
-            self._coding.finish()
         return message
+
+
+def _check_coding(coding: str) -> None:
+    """Refuse a compressed body. Raises ApiError: 415."""
+    if coding.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            415, f"the content encoding is '{coding[:100]}'; send the body as it is",
+            code="unsupported_content_encoding", headers={"Accept-Encoding": "identity"},
+        )  # fmt: skip
 
 
 def _too_large(limits: LimitSettings) -> ApiError:

@@ -167,7 +167,7 @@ def probe(config: RunConfig, rounds: int, tokens: int = TOKENS) -> Probe:
 
     NDP workers that a policy can do without are not started: predictions count on loads alone.
     """
-    from ...actors.engine.model.profile import host_steps
+    from ...actors.engine.host_times import host_steps
 
     with closing(start_worker(config, optional_workers=False)) as worker:
         serve(worker.submit, [PROMPTS[-1]], tokens)

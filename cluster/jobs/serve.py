@@ -73,7 +73,6 @@ def serve_command(
     ssl_ca_certs: Annotated[
         Path | None, typer.Option(help="PEM certificates of a CA; clients must present a certificate that it signed.")
     ] = None,
-    edge_replicas: Annotated[int | None, typer.Option(hidden=True)] = None,
     server_config: Annotated[
         Path | None,
         typer.Option(help="YAML file of the server's keys (docs/configuration.md); options here override it."),
@@ -82,8 +81,6 @@ def serve_command(
     deployment: DeploymentId = None,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
-    if edge_replicas is not None:
-        raise _one_process("--edge-replicas")
     server = _settings(
         server_config,
         {
@@ -116,14 +113,12 @@ def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
     """The server's keys: those of the file, the options that were given over them, and whole paths.
 
     Raises:
-        ConfigError: the file is malformed, or has an unknown key, one that has gone, or a value out of range.
+        ConfigError: the file is malformed, or has an unknown key, or a value out of range.
     """
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value}
     below = {} if file is None else read_yaml(file)
     if "deployment" in below:
         raise ConfigError(f"{file}: key 'deployment' names a running runtime", "give --attach and --deployment")
-    if "replicas" in below:
-        raise _one_process(f"{file}: key 'replicas'")
     keys = merged(below, given)
     try:
         found = ApiSettings(**keys)
@@ -132,13 +127,6 @@ def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
     paths = ("chat_template", "api_key_file", "request_log_file", "tokenizer")
     whole = {name: _absolute(Path(value)) for name in paths if (value := getattr(found, name)) is not None}
     return found.model_copy(update=whole)
-
-
-def _one_process(given: str) -> ConfigError:
-    return ConfigError(
-        f"{given}: a server is one process",
-        "leave it out, and start more servers with `tiermoe serve --attach`, behind a load balancer",
-    )
 
 
 def _absolute(file: Path | None) -> str | None:

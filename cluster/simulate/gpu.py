@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from ...actors.core._core import Clock, VirtualLink, VirtualRun
 from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.cache.links import CacheLink
+from ...actors.engine.cache.slot_map import SlotMap
 from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.cost import load_s
@@ -33,7 +35,7 @@ class SimulatedGpu:
         slots: for whole experts. The others are as of `ExpertCache`.
 
     Attributes:
-        run: the layers.
+        run: the layers. link: its own.
     """
 
     def __init__(
@@ -42,16 +44,16 @@ class SimulatedGpu:
     ) -> None:  # fmt: skip
         keys, nbytes, neurons = header.layers * header.experts, header.slot_bytes, 1 if split is None else split.neurons
         self.clock = Clock()
-        link = virtual_link(self.clock, machine)
+        link = self.link = virtual_link(self.clock, machine)
         self.stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], slots=slots, experts=keys, executor="simulated"
         )
         nowhere: Any = None
         pool = cast(Any, PoolSize(slots * nbytes, neurons, slots * neurons))
+        where = SlotMap(pool, [nowhere] * header.layers, header.experts, slots, nbytes, split, low_bit)
         self.cache = ExpertCache(
-            pool, [nowhere] * header.layers, nowhere, header.experts, slots, nbytes, eviction, self.stats,
-            Timeline(False), link, self.clock, min_useful, split, writeback, low_bit,
-        )  # fmt: skip
+            where, CacheLink(link, self.clock), eviction, self.stats, Timeline(False), min_useful, writeback
+        )
         self.run = VirtualRun(
             self.cache.core, link, self.clock, machine.expert_s, machine.expert_row_s, machine.kernel_share,
             machine.load_s / nbytes, machine.miss_s, neurons,

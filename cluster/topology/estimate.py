@@ -16,25 +16,27 @@ from typing import Any
 
 from ...actors.settings import EngineSettings
 from ...errors import ConfigError
-from ..config import HardwareConfig, RunConfig
+from ..config import RunConfig
 from .machine_costs import known_costs
 from .planner import plan_topology
 from .spec import ClusterSpec, ModelFacts, NodeInfo, NodeLoad, Topology, cluster_spec
 
 NOT_PREDICTED = "not predicted: no interval has held in 9 of 10 measurements; `tiermoe run` measures it"
-_H100 = ("H100-class", 55.0, 10.0)  # assumption: 87% of PCIe 5.0 x16; a copy
-_STAND_IN = ("CPU stand-in", 10.0, 0.0)  # an unthrottled copy is one thread's read of host memory
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The links by which copies go; gigabytes are 1e9 bytes."""
+    """The links by which copies go; gigabytes are 1e9 bytes. Between nodes 25 Gbit/s Ethernet is assumed."""
 
     name: str
     link_gbps: float
     link_latency_us: float
-    network_gbps: float
-    network_latency_us: float
+    network_gbps: float = 3.0
+    network_latency_us: float = 50.0
+
+
+_GPU = Hardware("H100-class, assumed", 55.0, 10.0)  # 87% of PCIe 5.0 x16; a copy
+_STAND_IN = Hardware("CPU stand-in, assumed", 10.0, 0.0)  # an unthrottled copy is one thread's read of host memory
 
 
 @dataclass(frozen=True)
@@ -87,26 +89,21 @@ def _mapped_share(topology: Topology, facts: ModelFacts) -> float:
     return sum(len(worker.layers) for worker in workers) / (len(workers) * facts.layers)
 
 
-def resolve_hardware(given: HardwareConfig, gpu: bool, link_gbps: float | None, link_latency_us: float) -> Hardware:
-    """Fill in what the file leaves out.
+def links_of(config: RunConfig, gpu: bool, here: bool) -> Hardware:
+    """The emulated link of a configuration; else this machine's, as it was measured; else an assumed one.
 
     Args:
         gpu: whether the workers run on GPUs.
-        link_gbps: to which the CPU stand-in throttles its copies; None: unthrottled.
-        link_latency_us: before each of its copies.
+        here: whether that is on this machine.
     """
-    name, link, latency = _H100 if gpu else _STAND_IN
-    if not gpu:
-        link, latency = link_gbps or link, link_latency_us
-    throttled = not gpu and link_gbps is not None
-    assumed = not throttled and None in (given.link_gbps, given.link_latency_us)
-    return Hardware(
-        name=f"{name}, assumed" if assumed else f"{name}, as configured",
-        link_gbps=given.link_gbps or link,
-        link_latency_us=latency if given.link_latency_us is None else given.link_latency_us,
-        network_gbps=given.network_gbps,
-        network_latency_us=given.network_latency_us,
-    )
+    link = config.link
+    if not gpu and link.gbps is not None:
+        return Hardware("CPU stand-in, as configured", link.gbps, link.latency_us)
+    found = _GPU if gpu else replace(_STAND_IN, link_latency_us=link.latency_us)
+    costs, _ = known_costs() if here else (None, "")
+    if costs is not None and costs.executor == ("real" if gpu else "emulated"):
+        return replace(found, name=costs.machine, link_gbps=costs.copy_gbps)
+    return found
 
 
 def _load_s(hardware: Hardware, nbytes: float, mapped: float) -> float:
@@ -167,15 +164,11 @@ def make_plan(
     """
     spec = cluster_spec(config, settings, facts, nodes)
     topology = plan_topology(spec, facts, nodes)
-    hardware = resolve_hardware(config.hardware, spec.gpu, config.link.gbps, config.link.latency_us)
-    throttled = config.hardware.link_gbps is not None or (config.link.gbps is not None and not spec.gpu)
-    costs, _ = known_costs() if here and not throttled else (None, "")
-    if costs is not None and costs.executor == ("real" if spec.gpu else "emulated"):
-        hardware = replace(hardware, name=costs.machine, link_gbps=costs.copy_gbps)
     found = [*topology.notes, *notes]
     if facts.dense_estimated:
         found.append("dense bytes are computed from config.json: the weights are not here")
-    return PlanResult(facts, spec, topology, copy_times(topology, spec, facts, hardware), nodes_from, tuple(found))
+    times = copy_times(topology, spec, facts, links_of(config, spec.gpu, here))
+    return PlanResult(facts, spec, topology, times, nodes_from, tuple(found))
 
 
 def make_plans(

@@ -110,11 +110,6 @@ class ModelFacts:
         return self.experts * sum(map(self.stored_bytes, range(self.layers)))
 
     @property
-    def full_bits(self) -> int:
-        """Bits of a weight as stored, scales included."""
-        return FULL_BITS if self.form is None else math.ceil(8 * self.form_bytes / self.expert_elements)
-
-    @property
     def store_bytes(self) -> int:
         """Bytes that the store takes on disk."""
         return self.all_bytes - self.mapped_bytes + self.dense_elements * self.item_bytes
@@ -131,11 +126,8 @@ class NdpSpec:
         replica_bytes: of one expert, all widths together.
         capacity_bytes: of the modelled device.
         hardware: the modelled device.
-        bits: average bits of a weight that is computed on, for the prediction.
-        group: inputs that share a scale.
-        hot_per_layer: experts that never go to NDP; None: as many as the budget holds.
         stored: whether experts are computed as the store has them, too: in full precision, or in a published form.
-        optional: whether misses are loaded where that is cheaper, so that the prediction counts on loads alone.
+        optional: whether misses are loaded where that is cheaper: bounds of copies count on loads alone.
     """
 
     workers: int | None
@@ -144,9 +136,6 @@ class NdpSpec:
     replica_bytes: int
     capacity_bytes: int
     hardware: NdpProfile
-    bits: float
-    group: int
-    hot_per_layer: int | None
     stored: bool = False
     optional: bool = False
 
@@ -174,8 +163,6 @@ class ClusterSpec:
         budget_bytes: for experts, on each GPU.
         slot_bytes: of one expert on the device.
         compute_item_bytes: of one number on the device.
-        preload: whether the policy keeps every expert on a device.
-        prefetch: whether the policy asks for experts ahead of their routing.
         dense_bytes: on the lead's device.
         kv_bytes: on the lead's device.
         gpu_memory_bytes: of one GPU; None: unknown, not checked.
@@ -196,8 +183,6 @@ class ClusterSpec:
     budget_bytes: int
     slot_bytes: int
     compute_item_bytes: int
-    preload: bool
-    prefetch: bool
     dense_bytes: int
     kv_bytes: int
     gpu_memory_bytes: int | None
@@ -245,8 +230,6 @@ def cluster_spec(
         budget_bytes=divide(policy, settings.budget, slot_sizes(settings, facts, item)).budget,
         slot_bytes=slot_bytes,
         compute_item_bytes=item,
-        preload=policy.preload == "all",
-        prefetch=policy.prefetch.kind != "none",
         dense_bytes=facts.dense_elements * item,
         kv_bytes=facts.kv_elements * item * settings.kv.num_blocks * settings.kv.page_size,
         gpu_memory_bytes=cluster.gpu_memory,
@@ -310,9 +293,6 @@ def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) ->
         replica_bytes=sum(replica_bytes(facts, bits, group) for bits in widths),
         capacity_bytes=settings.ndp.profile.capacity_bytes,
         hardware=settings.ndp.profile,
-        bits=float(facts.full_bits if precision.bits is None or not widths else precision.bits),
-        group=group,
-        hot_per_layer=settings.policy.placement.hot_per_layer,
         stored=not widths or widths != precision.widths,
         optional=settings.policy.placement.optional_workers,
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
-from tiermoe.cluster.jobs.evaluate.text import as_tokens, load_choices, load_heldout
+from tiermoe.cluster.jobs.evaluate.text import as_tokens, build_choices, load_heldout
 from tiermoe.cluster.prompt import load_tokenizer
 
 _TASK = """\
@@ -50,7 +50,7 @@ def main() -> None:
     """Write choices.jsonl and tiermoe_choices.yaml."""
     model, folder = (Path(argument) for argument in sys.argv[1:3])
     heldout, options, tokenizer = load_heldout(model), EvaluationOptions(), load_tokenizer(model)
-    items = as_tokens(load_choices(model, heldout), heldout, options.documents, options.items)
+    items = as_tokens(build_choices(heldout), heldout, options.documents, options.items)
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "choices.jsonl"
     same = 0

@@ -15,10 +15,10 @@ from cache_rigs import begin_layer, end_layer, run_layer
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.core import _core
-from tiermoe.actors.engine.cache.allocate import make_cache
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.cuda.device import CudaDevice
+from tiermoe.actors.engine.make_cache import ModelExperts, make_cache, pinned_layers
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings
@@ -68,7 +68,7 @@ def cache_of(
         budget=Budget(nbytes=slots * shape.nbytes(dtype.itemsize)),
         copies=CopySettings(**copies),
     )  # fmt: skip
-    return make_cache(settings, shape, weights, device, dtype, len(weights) * shape.num_experts)
+    return make_cache(settings, ModelExperts(shape, weights, dtype), device, len(weights) * shape.num_experts)
 
 
 class Looker:
@@ -126,7 +126,7 @@ def test_kernels_see_the_right_bytes(
     with looking(device, weights, slots, dtype, ahead_mib=1) as looker:
         cache = looker.cache
         assert isinstance(cache.link, _core.StreamLink)
-        assert place != "pinned" or all(cache._linking.pinned)
+        assert place != "pinned" or all(pinned_layers(device, cache.where))
         looker.drive(0, 60)
         cache.flush()
         cache.check_integrity()

@@ -11,7 +11,7 @@ from serving import greedy, policy, prepared, serving
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.engine.model.profile import Calls, device_calls
+from tiermoe.actors.engine.host_times import Calls, device_calls
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, KvSettings
 from tiermoe.cluster.config import load_policy

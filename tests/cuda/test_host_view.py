@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tiermoe.actors.engine.cuda.activations import PinnedFetch
+from tiermoe.actors.engine.host_times import CALLS
 from tiermoe.actors.engine.host_view import Asked, HostViews, scores_of, upload
 from tiermoe.actors.engine.make_device import fetch_from
-from tiermoe.actors.engine.model.profile import CALLS
+from tiermoe.actors.engine.pinned_fetch import PinnedFetch
 from tiermoe.kernels.router import LinearRouter
 from tiermoe.kernels.triton import tables
 

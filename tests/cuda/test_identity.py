@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from cache_rigs import bytes_held
+from policy_presets import POLICIES
 from serving import greedy, logits, policy, prepared, reference_greedy, serving_locally
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.settings import EngineSettings, KvSettings, NdpSettings
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
+from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.local import LocalWorker
 
@@ -26,7 +28,7 @@ PROMPTS, PROMPT_TOKENS, TOKENS = 6, 40, 32
 Check = Callable[[list[list[int]]], None]
 # what needs calibration beyond the store's own files (gates, predictors, replicas) is tried on the CPU, in tests/e2e
 NEEDS_MORE = {"pre-gated", "promoe", "static-ndp", "ktransformers"}
-LOSSLESS = sorted(name for name in policy_names() if load_policy(name).lossless and name not in NEEDS_MORE)
+LOSSLESS = sorted(name for name in POLICIES if load_policy(name).lossless and name not in NEEDS_MORE)
 # computed on the NDP worker's cores in float32, whose sums are other ones than the GPU's: the same tokens almost always
 OFF_THE_GPU = {name for name in LOSSLESS if load_policy(name).uses_ndp}
 ON_THE_GPU = [name for name in LOSSLESS if name not in OFF_THE_GPU]
@@ -99,7 +101,7 @@ def _settings(preset: str, budget: float, target: torch.device, **more: Any) -> 
 def _check_budget(worker: LocalWorker) -> None:
     stats = worker.stats()
     assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
-    assert worker.engine.cache.residency.bytes_held <= stats.expert_budget_bytes
+    assert bytes_held(worker.engine.cache) <= stats.expert_budget_bytes
 
 
 @pytest.mark.parametrize("preset", ON_THE_GPU)

@@ -11,7 +11,7 @@ import torch
 from serving import greedy, logits, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine.model.compile import CompiledDense
+from tiermoe.actors.engine.dense.compile import CompiledDense
 from tiermoe.actors.engine.model.model import find_blocks
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.settings import KvSettings

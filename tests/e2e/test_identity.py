@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_rigs import bytes_held
 from fake_gpu import FakeGpu
 from hypothesis import Phase, given
 from hypothesis import settings as examples
@@ -68,7 +69,7 @@ def custom(
 def _check_budget(worker: Any) -> None:
     stats = worker.stats()
     assert 0 < stats.expert_bytes_peak <= stats.expert_budget_bytes
-    assert worker.engine.cache.residency.bytes_held <= stats.expert_budget_bytes
+    assert bytes_held(worker.engine.cache) <= stats.expert_budget_bytes
 
 
 # -- every lossless preset -----------------------------------------------------------------------------------------

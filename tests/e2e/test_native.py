@@ -11,8 +11,8 @@ from quick import quick
 from serving import greedy, prepared, serving, settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
+from tiermoe.actors.engine.dense.native import MAX_ROWS, _Head, _lowered
 from tiermoe.actors.engine.layer import MoeLayer
-from tiermoe.actors.engine.model.native import MAX_ROWS, _Head, _lowered
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings
@@ -152,7 +152,7 @@ def test_what_has_no_paged_cache_runs_eagerly_and_says_so(tmp_path: Path) -> Non
 
 
 def test_a_program_that_differs_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiermoe.actors.engine.model.lowering import Lowering
+    from tiermoe.actors.engine.dense.lowering import Lowering
 
     right = Lowering._reduce
 

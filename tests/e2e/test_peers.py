@@ -197,9 +197,6 @@ def test_hot_on_two_gpus_and_cold_on_two_workers(worker: LocalWorker, reference:
     assert all(part["bytes_loaded_migration"] > 0 for part in worker.shard_stats())
     peers = dict.fromkeys(("ndp/0", "ndp/1", "shard/1"), "connected")
     assert worker.health() == {"state": "serving", "running": 0} | peers
-    reports = {report["worker"]: report["pairs"] for report in worker.ndp_stats()}
-    assert reports.keys() == {"ndp/0", "ndp/1"}
-    assert all(reports[name] >= pairs for name, pairs in _pairs(worker).items())
 
 
 @slow

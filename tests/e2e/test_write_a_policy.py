@@ -1,4 +1,7 @@
-"""docs/write-a-policy.md works as written: its files are written, its commands run, in a folder outside of the tree."""
+"""docs/write-a-policy.md and write-a-prefetch-policy.md work as written: their files are written, their commands run.
+
+In a folder outside of the tree.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from tiermoe.cluster.config import default_model_dir, load_policy
 
 pytestmark = pytest.mark.slow  # four commands, each of which starts Ray
 
-_DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "write-a-policy.md").read_text(encoding="utf-8")
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+_PAGES = ("write-a-policy.md", "write-a-prefetch-policy.md")
+_DOCUMENT = "\n".join((_DOCS / page).read_text(encoding="utf-8") for page in _PAGES)
 _FILES = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", _DOCUMENT, re.DOTALL)
 _COMMANDS = re.findall(r"<!-- run -->\n```bash\n(.*?)```", _DOCUMENT, re.DOTALL)
 

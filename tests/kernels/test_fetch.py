@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 from fake_gpu import FakeGpu
 from numpy.typing import NDArray
 
-from tiermoe.actors.engine.cuda.activations import PinnedFetch
 from tiermoe.actors.engine.host_view import Asked, HostViews
+from tiermoe.actors.engine.pinned_fetch import PinnedFetch
 from tiermoe.kernels import _launch
 from tiermoe.kernels.router import MOST_GPU_ROWS, LinearRouter
 from tiermoe.kernels.triton import tables

@@ -31,9 +31,9 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def copies_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread of Python carries the copies of the CPU's stand-in, by `device.copy`."""
-    from tiermoe.actors.engine.cache import make_link
+    from tiermoe.actors.engine import make_cache
 
-    monkeypatch.setattr(make_link, "linkable", lambda *args: False)
+    monkeypatch.setattr(make_cache, "linkable", lambda *args: False)
 
 
 @pytest.fixture

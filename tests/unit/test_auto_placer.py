@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cache_rigs import BIASED, EXPERTS, LAYERS, SHAPE, GatedDevice
+from fake_engine import virtual_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from native_rigs import Stack
@@ -19,10 +20,13 @@ from orders_reference import Worth
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.links import loader_link
+from tiermoe.actors.engine.cache.loader import Loader
+from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
+from tiermoe.actors.engine.dense.native import Joined
 from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.layer import MoeLayer
-from tiermoe.actors.engine.model.native import Joined
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, Followed, LayerPlan, Part, Wanted
@@ -168,16 +172,16 @@ class Rig:
         pool = SlotPool.allocate(BIASED, slots, torch.float32, torch.device("cpu"), memory)
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
         self.planner, self.pool = Scripted(), Pool()
+        where = SlotMap(pool, weights, EXPERTS, slots, BIASED.nbytes(4), memory=memory)
         self.cache = ExpertCache(
-            pool, weights, device, EXPERTS, slots, BIASED.nbytes(4), WorthOrder(LAYERS, EXPERTS), self.stats,
-            Timeline(False), memory=memory,
-        )  # fmt: skip
+            where, loader_link(Loader(device), where), WorthOrder(LAYERS, EXPERTS), self.stats, Timeline(False)
+        )
         self.residency, order = self.cache.residency, self.cache.eviction
         assert isinstance(order, WorthOrder)
         self.order = order
         ndp: Any = self.pool
         self.made = 0  # planners
-        self.placer = AutoPlacer(self.cache, EXPERTS, shards, ndp, self.order, lambda: COSTS, self._make, **more)
+        self.placer = AutoPlacer(self.cache, EXPERTS, shards, ndp, lambda: COSTS, self._make, **more)
         self.placer.preload()
         self.parts: Any = None
         begin, all_of = partial(_parts_of, ref(self)), _core.CpuLayers()
@@ -470,10 +474,9 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
     """Before, every layer of auto ran on the page in Python: on the default model 27 ms a token, on-demand 15."""
     native, python = Stack(6, "worth"), Stack(6, "worth", native=False)
     cache, planner, rng = native.cache, Scripted(), np.random.default_rng(3)
-    order: Any = cache.eviction
     planner.costs = COSTS._replace(copy_s=1e-6, gpu_s=1e-7, message_s=1e-7)  # planning is expected to lose little
     pool: Any = Pool()
-    placer = AutoPlacer(cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
+    placer = AutoPlacer(cache, EXPERTS, None, pool, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
     layers = native.layers_of(cast(Any, backend), placer, kernel, Hooks())
@@ -503,13 +506,12 @@ def test_some_forwards_are_local_in_native_calls_and_the_planner_hears_of_both(r
 def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
     native, python = Stack(8, "worth"), Stack(8, "worth", native=False)
     cache, rng = native.cache, np.random.default_rng(5)
-    order: Any = cache.eviction
     costs = Costs(1e-3, 1e-4, 1e-5, 1e-3, 1e-3, 4.0, 1e-4, 0.1)  # the link is idle most of the time
 
     def make(start: Costs, workers: int, slots: int, states: Any) -> Auto:
         return Auto(LAYERS, EXPERTS, 2, slots, costs, workers, states)
 
-    placer = AutoPlacer(cache, EXPERTS, None, None, order, lambda: costs, make)
+    placer = AutoPlacer(cache, EXPERTS, None, None, lambda: costs, make)
     placer.faster.only = 0
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
@@ -530,8 +532,7 @@ def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
 def _local(slots: int, planner: Any, pool: Any = None) -> tuple[Stack, AutoPlacer, list[MoeLayer]]:
     """Layers in native calls; pool: of NDP workers."""
     stack = Stack(slots, "worth")
-    order: Any = stack.cache.eviction
-    placer = AutoPlacer(stack.cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: planner)
+    placer = AutoPlacer(stack.cache, EXPERTS, None, pool, lambda: COSTS, lambda *given: planner)
     placer.preload()
     backend, kernel = stack.layers[0].backend, stack.layers[0].kernel
     layers = stack.layers_of(cast(Any, backend), placer, kernel, Hooks())
@@ -541,8 +542,7 @@ def _local(slots: int, planner: Any, pool: Any = None) -> tuple[Stack, AutoPlace
 def test_beside_workers_the_prefetch_of_local_forwards_is_made_before_there_are_layers() -> None:
     """Before, it was asked of layers that were not made yet: beside a worker no local forward prefetched."""
     stack, pool = Stack(6, "worth"), cast(Any, Pool())
-    order: Any = stack.cache.eviction
-    placer = AutoPlacer(stack.cache, EXPERTS, None, pool, order, lambda: COSTS, lambda *given: Scripted())
+    placer = AutoPlacer(stack.cache, EXPERTS, None, pool, lambda: COSTS, lambda *given: Scripted())
     stack.cache.native_steps = False  # as it is until layers are made
     assert placer.may_prefetch
     placer.faster.only = 0  # a rule that decides every layer
@@ -552,8 +552,7 @@ def test_beside_workers_the_prefetch_of_local_forwards_is_made_before_there_are_
 
 def test_the_share_of_misses_is_learned_from_decodes() -> None:
     stack = Stack(6, "worth")
-    order: Any = stack.cache.eviction
-    placer = AutoPlacer(stack.cache, EXPERTS, None, cast(Any, Pool()), order, lambda: COSTS, lambda *given: Scripted())
+    placer = AutoPlacer(stack.cache, EXPERTS, None, cast(Any, Pool()), lambda: COSTS, lambda *given: Scripted())
     placer.preload()
     stack.cache.native_steps, placer.faster.only = True, 0
     layer = MoeLayer(0, EXPERTS, stack.cache, stack.layers[0].backend, placer, stack.layers[0].kernel)
@@ -726,7 +725,7 @@ def test_local_forwards_evict_by_what_the_planner_learns(slots: int) -> None:
     def planner(*_: Any) -> Auto:
         return Auto(LAYERS, EXPERTS, 2, share, COSTS, 0, np.zeros((LAYERS, EXPERTS), np.uint8))
 
-    placer = AutoPlacer(native.cache, EXPERTS, None, None, cast(Any, native.cache.eviction), lambda: COSTS, planner)
+    placer = AutoPlacer(native.cache, EXPERTS, None, None, lambda: COSTS, planner)
     placer.preload()
     reference = planner()
     cast(Worth, python.cache.eviction).bind(slots, reference.worths)
@@ -764,3 +763,22 @@ def test_another_number_of_slots_is_shared_anew(slots: int, each: int) -> None:
     assert rig.planner.told == [("resize", each)]
     assert bound == [slots]
     rig.cache.close()
+
+
+class Theirs(WorthOrder):
+    """An order of eviction from outside of this repository."""
+
+    __module__ = "my_policies.worth"
+
+
+@pytest.mark.parametrize(("order", "told"), [(WorthOrder, [4]), (Theirs, [])])
+def test_an_order_from_outside_is_told_no_worths(
+    order: type[WorthOrder], told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were bound to native code that the cache does not call."""
+    bound = list[int]()
+    monkeypatch.setattr(WorthOrder, "bind", lambda self, slots, worths: bound.append(slots))
+    cache = virtual_cache(LAYERS, EXPERTS, 4, order(LAYERS, EXPERTS))
+    placer = AutoPlacer(cache, EXPERTS, None, None, lambda: COSTS, lambda *given: cast(Any, Scripted()))
+    placer.preload()
+    assert bound == told

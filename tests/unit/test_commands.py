@@ -28,8 +28,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     _SERVE + " --server-config {0} #4": ("set request_deadline_s", "limits: {request_s: 5}"),
     _SERVE + " --server-config {0} #5": ("no tokenizer in '/nowhere'", "tokenizer: /nowhere"),
     _SERVE + " --server-config {0} #6": ("'https://a.example/x' is no origin", "allow_origins: [https://a.example/x]"),
-    _SERVE + " --server-config {0} #7": ("start more servers with `tiermoe serve --attach`", "replicas: 2"),
-    _SERVE + " --edge-replicas 2": ("start more servers with `tiermoe serve --attach`",),
     _SERVE + " --api-key-file /nowhere/key": ("cannot be read",),
     _SERVE + " --chat-template /nowhere/template": ("cannot be read",), _SERVE + " --deployment abcdef": ("--attach",),
     _SERVE + " --allow-origin https://a.example --allow-origin a.example": ("'a.example' is no origin; give",),

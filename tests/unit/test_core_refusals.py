@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def test_kernels_of_another_build_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_carrier_keeps_no_error_of_a_prefetch_that_nobody_needed() -> None:
     """Each failed prefetch left its error, with the tensors of its traceback, for ever."""
-    carrier, clock = Carrier(), _core.Clock()  # whose `where` is missing, so each copy fails
+    carrier, clock = Carrier(cast(Any, None)), _core.Clock()  # whose `where` is missing, so each copy fails
     link = _core.CarryingLink(clock, lambda nbytes: 1.0, 0.0, carrier)
     layout = _core.Layout(1, 2, 1, [], [1], [], [8, 8], False)
     cache = _core.Core(layout, link, _core.WholeOrder(LRU, 1, 2), _core.Governor())

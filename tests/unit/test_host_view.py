@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 
 from tiermoe.actors.engine import engine as engine_module
-from tiermoe.actors.engine.cuda.activations import PinnedFetch
 from tiermoe.actors.engine.cuda.tables import TableRing
 from tiermoe.actors.engine.engine import ExpertEngine
+from tiermoe.actors.engine.host_times import PARTS, Calls, count_calls, device_calls, host_passes
 from tiermoe.actors.engine.host_view import Asked, HostViews, share
-from tiermoe.actors.engine.model.profile import PARTS, Calls, count_calls, device_calls, host_passes
+from tiermoe.actors.engine.pinned_fetch import PinnedFetch
 from tiermoe.actors.policies.routing import SequenceRows
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2

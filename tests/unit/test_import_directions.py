@@ -40,18 +40,14 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imports(path: Path, on_load: bool = False, typed: bool = True) -> Iterator[str]:
-    """The imports of a file; the package's own modules without `tiermoe.`.
+def _imports(path: Path, on_load: bool = False) -> Iterator[str]:
+    """The imports of a file, with those for type checkers; the package's own modules without `tiermoe.`.
 
-    on_load: only those at module level. typed: those for type checkers, too.
+    on_load: only those at module level.
     """
     package = path.relative_to(_ROOT).parent.parts
     tree = _tree(path)
-    checked = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
-    left_out = set[ast.AST]() if typed else {below for node in checked for below in ast.walk(node)}
     for node in tree.body if on_load else ast.walk(tree):
-        if node in left_out:
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -87,14 +83,53 @@ def test_modules_load_without_circles() -> None:
 
 @pytest.mark.parametrize("part", ["actors", "cluster", "proto", "kernels"])
 def test_modules_know_each_other_one_way(part: str) -> None:
-    """No circle either by imports in functions, or, but in `actors`, by those for type checkers.
+    """No circle either by imports in functions, or by those for type checkers.
 
     Left out: the room of experiments, whose tables and figures know each other.
     """
     names = {_module(path): path for path in _FILES if _within(_module(path), part)}
     own = {name for name in names if not _within(name, "cluster.jobs.bench")}
-    graph = {name: own.intersection(_imports(names[name], typed=part != "actors")) - {name} for name in own}
+    graph = {name: own.intersection(_imports(names[name])) - {name} for name in own}
     assert set(TopologicalSorter(graph).static_order()) == own
+
+
+# the rooms of `actors/engine`, each of which knows those before it only; modules that are named nowhere are the layer's
+_ROOMS = (
+    ("stats",), ("cache",), ("cuda",), ("model",), (), ("peers",), ("dense", "serving"),
+    ("engine", "make_policies", "describe", "host_times"),
+)  # fmt: skip
+
+
+def _room(module: str) -> int:
+    name = module.removeprefix("actors.engine.").partition(".")[0]
+    return next((number for number, named in enumerate(_ROOMS) if name in named), _ROOMS.index(()))
+
+
+def test_rooms_of_the_engine_know_each_other_one_way() -> None:
+    """Types included: core, cache, GPU, model, layer, peers, serving, engine."""
+    back = [
+        f"{module} imports {name}"
+        for module, names in _all_imports().items()
+        if module.startswith("actors.engine.")
+        for name in names
+        if name.startswith("actors.engine.") and _room(name) > _room(module)
+    ]
+    assert back == []
+
+
+def test_a_constructor_takes_few_things() -> None:
+    """Nine parameters want an object. Left out: a command's options, and kernels' operands in `kernels`."""
+    many = {
+        f"{_module(path)}.{owner.name}"
+        for path in _FILES
+        if _within(_module(path), "actors") or _within(_module(path), "cluster.simulate")
+        for owner in ast.walk(_tree(path))
+        if isinstance(owner, ast.ClassDef)
+        for made in owner.body
+        if isinstance(made, ast.FunctionDef) and made.name == "__init__"
+        if len([*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs]) - 1 > 8
+    }
+    assert many == {"actors.engine.layer.MoeLayer"}  # which has a part of each room
 
 
 def _offenders(inside: str | tuple[str, ...], forbidden: tuple[str, ...]) -> list[str]:
@@ -184,7 +219,9 @@ def test_one_file_writes_arrays_with_safetensors() -> None:
 
 
 def test_actors_do_not_know_ray() -> None:
-    assert _offenders(("actors", "kernels", "proto"), ("ray",)) == []
+    """But for one file: experts as Ray objects."""
+    users = {line.split()[0] for line in _offenders(("actors", "kernels", "proto"), ("ray",))}
+    assert users == {"actors.store.remote"}
 
 
 def test_one_file_reads_what_ray_does_not_promise() -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from channel_peer import wait_until
 from map_contexts import MAPS, SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
-from tiermoe.actors.matcher import Matcher
+from tiermoe.actors.matcher import Matcher, ShardLinks
 from tiermoe.actors.policies.fmoe import Forecast
 from tiermoe.actors.policies.sharding import shard_of
 from tiermoe.actors.settings import ShardSettings
@@ -66,20 +64,6 @@ def test_answers_are_the_forecasts(served: Matcher, sequences: int) -> None:
     assert (health["iterations"], health["stored"]) == (12, 12 * sequences)
     assert -1.0 <= health["mean_semantic_score"] <= 1.0
     assert 0.0 < health["mean_trajectory_score"] <= 1.0
-
-
-def test_the_last_layers_in_one_context(served: Matcher) -> None:
-    """Stored like those that come alone; the answer is that of the last."""
-    policy, first = reference(), SHAPE.layers - 1 - MAPS.distance
-    for number in range(3):
-        shown = iteration(number, 2)
-        expected = forecasts(policy, shown)
-        for context, forecast in zip(shown.contexts()[: first + 1], expected, strict=False):
-            check(served.handle(context), forecast, number)
-        rest = np.concatenate(shown.probabilities[first:], axis=1)
-        assert served.handle(replace(shown.at(first), probabilities=rest)) is None
-    assert served.health()["iterations"] == 3
-    np.testing.assert_array_equal(served.arrays()["maps"], policy.store.arrays()["maps"])
 
 
 def test_over_a_channel() -> None:
@@ -135,13 +119,6 @@ def test_what_is_not_for_it_is_refused(served: Matcher) -> None:
     assert served.health()["maps"] == 1
 
 
-def test_top_k_and_ways_are_checked() -> None:
-    with pytest.raises(ConfigError, match="top_k"):
-        Matcher(SETTINGS, MAPS, SHAPE, 9, LocalDirectory())
-    with pytest.raises(ConfigError, match="4 shards and connections to 1"):
-        matcher(sharding=ShardSettings(count=4), shards=[PeerLink(LocalDirectory(), name=shard_name(1))])
-
-
 class TestStore:
     def test_a_restart_begins_with_the_snapshot(self, tmp_path: Path) -> None:
         path = str(tmp_path / "maps")
@@ -157,14 +134,6 @@ class TestStore:
                 forecasts(policy, iteration(number))
             for answer, forecast in zip(show(second, iteration(2)), forecasts(policy, iteration(2)), strict=True):
                 check(answer, forecast, 2)
-
-    def test_snapshots_are_taken_while_it_serves(self, tmp_path: Path) -> None:
-        path = tmp_path / "maps"
-        settings = SETTINGS.model_copy(update={"snapshot_s": 0.02})
-        with closing(matcher(snapshot=str(path), settings=settings)) as it:
-            show(it, iteration(0))
-            wait_until(lambda: it.health()["snapshots"] > 0)
-            assert path.exists()
 
     def test_an_unusable_snapshot_is_moved_aside(self, tmp_path: Path) -> None:
         path = tmp_path / "maps"
@@ -182,21 +151,10 @@ class TestStore:
         policy = reference()
         forecasts(policy, iteration(0))
         save_maps(tmp_path / "warm", policy.store.arrays(), SHAPE)
-        with closing(matcher(warm=str(tmp_path / "warm"))) as it:
+        with closing(matcher(settings=SETTINGS.model_copy(update={"warm": str(tmp_path / "warm")}))) as it:
             assert (it.health()["maps"], it.health()["begun_from"]) == (1, "file")
         with pytest.raises(StoreError, match="cannot be read"):
-            matcher(warm=str(tmp_path / "none"))
-
-    def test_warm_start_from_another_replica(self, served: Matcher) -> None:
-        show(served, iteration(0))
-        arrays = served.arrays()
-        for array in arrays.values():
-            array.flags.writeable = False  # as from Ray's object store
-        with closing(matcher(warm=arrays)) as it:
-            show(it, iteration(1))
-            assert (it.health()["maps"], it.health()["begun_from"]) == (2, "replica")
-        with pytest.raises(StoreError, match="unusable"):
-            matcher(warm={"maps": arrays["maps"]})
+            matcher(settings=SETTINGS.model_copy(update={"warm": str(tmp_path / "none")}))
 
     def test_a_snapshot_that_cannot_be_written_does_not_stop_it(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
@@ -235,7 +193,7 @@ def test_each_shard_gets_its_experts_and_the_lead_the_rest() -> None:
     with ExitStack() as stack:
         shards = [stack.enter_context(closing(FakeShard(i, board))) for i in (1, 2)]
         links = [PeerLink(board, name=shard_name(i)) for i in (1, 2)]
-        it = stack.enter_context(closing(matcher(sharding=sharding, shards=links)))
+        it = stack.enter_context(closing(matcher(shards=ShardLinks(sharding, links))))
         assert all(shard.wait(_PATIENCE_S) for shard in it._shards)
         policy = reference()
         for number in range(2):
@@ -262,7 +220,7 @@ def test_each_shard_gets_its_experts_and_the_lead_the_rest() -> None:
 def test_the_lead_gets_the_experts_of_a_lost_shard() -> None:
     board = LocalDirectory()
     links = [PeerLink(board, name=shard_name(1))]
-    with closing(matcher(sharding=ShardSettings(count=2), shards=links)) as it:  # the shard never comes
+    with closing(matcher(shards=ShardLinks(ShardSettings(count=2), links))) as it:  # the shard never comes
         show(it, iteration(0))
         answer = it.handle(iteration(1).first())
         assert isinstance(answer, PrefetchCommand)

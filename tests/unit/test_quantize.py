@@ -12,8 +12,6 @@ from tiermoe.cluster.jobs.prepare.capture import LayerInputs
 from tiermoe.cluster.jobs.prepare.quantize import (
     MIN_ROWS,
     Matrices,
-    chunks,
-    expert_rows,
     widths_of,
 )
 from tiermoe.kernels.pack import PackError
@@ -52,12 +50,6 @@ def test_gptq_beats_round_to_nearest(bits: int) -> None:
     assert bool((fitted < 0.9 * nearest).all()), (fitted, nearest)
 
 
-def test_errors_fall_with_the_width() -> None:
-    weights, hessian = correlated(3, 32, 64)
-    found = torch.stack([errors(weights, hessian, gptq(weights, hessian, bits, 64)) for bits in (1, 2, 3, 4, 8)])
-    assert bool((found.diff(dim=0) < 0).all())
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_weights_on_the_grid_come_back_exactly(bits: int, group: int) -> None:
@@ -72,13 +64,6 @@ def test_weights_on_the_grid_come_back_exactly(bits: int, group: int) -> None:
         assert torch.equal(quantized.dequantized(), weights)
         assert torch.equal(quantized.codes.long(), codes)
         assert quantized.scales.shape == (2, 8, -(-200 // group))
-
-
-def test_a_constant_group_is_its_offset() -> None:
-    weights = torch.full((1, 4, 40), 0.5)
-    _, hessian = correlated(1, 4, 40)
-    for quantized in (round_to_nearest(weights, 3, 32), gptq(weights, hessian, 3, 32)):
-        assert torch.equal(quantized.dequantized(), weights)
 
 
 def test_singular_hessians() -> None:
@@ -135,12 +120,6 @@ def test_codes_are_nearest_and_fit_no_worse_than_the_range(bits: int, inputs: in
         assert bool((left <= right * (1 + 1e-4) + 1e-6 * size + 1e-12).all())
 
 
-def test_one_bit_finds_two_clusters() -> None:
-    w = torch.tensor([[[-1.0, -1.125, -0.875, 2.0, 2.0, 2.0, 2.0, 2.0]]])
-    found = round_to_nearest(w, 1, 32)
-    assert (found.scales.item(), found.offsets.item()) == (3.0, -1.0)
-
-
 @pytest.mark.parametrize(("bits", "group"), [(5, 64), (0, 64), (4, 48)])
 def test_unknown_widths_and_groups_are_refused(bits: int, group: int) -> None:
     with pytest.raises(PackError, match="choose from"):
@@ -192,27 +171,6 @@ def test_losses_are_of_whole_experts_on_their_rows() -> None:
         exact = output(gate_up[expert, :, 0], gate_up[expert, :, 1], down[expert].T)
         off = output(lossy.gate_up[expert, :24], lossy.gate_up[expert, 24:], lossy.down[expert])
         assert result.losses[expert] == pytest.approx(float((exact - off).square().mean()), rel=1e-4)
-
-
-def test_rows_are_capped_evenly_and_chunks_cover_all_experts() -> None:
-    _, _, inputs = layer()
-    assert len(expert_rows(inputs, 2, 1000)) == 297
-    capped = expert_rows(inputs, 2, 10)
-    assert capped.shape == (10, 40)
-    rows = np.flatnonzero(inputs.ids[:, 0] == 2)
-    assert np.array_equal(capped[[0, -1]].numpy(), inputs.hidden[rows[[0, -1]]])
-    assert [e for part in chunks(7, 4096, 14336) for e in part] == list(range(7))
-    assert chunks(32, 256, 128) == [range(32)]
-
-
-def test_the_whole_layer_at_once_or_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate_up, down, inputs = layer()
-    (whole,) = widths_of(gate_up, down, inputs, "silu", (3,), 32)
-    monkeypatch.setattr("tiermoe.cluster.jobs.prepare.quantize._BATCH_BYTES", 1)
-    parts = list(widths_of(gate_up, down, inputs, "silu", (3,), 32))
-    assert len(parts) == 4
-    assert np.concatenate([p.losses for p in parts]) == pytest.approx(whole.losses, rel=0.05)
-    assert [bool(p.fallback[0]) for p in parts] == whole.fallback.tolist()
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8])

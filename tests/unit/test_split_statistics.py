@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from traces import picks_of
 
 from tiermoe.actors.policies.eviction import CacheOrder
 from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.moepic.split import LayerStatistics, Picks, observe
+from tiermoe.actors.policies.moepic.split import Picks, observe
 
 E, K = 7, 2
 
@@ -62,28 +63,13 @@ class TestObserve:
     @given(seed=st.integers(0, 10**6), tokens=st.integers(1, 30), omega=st.sampled_from([3.3, 17.7]))
     def test_definitions(self, order: CacheOrder, seed: int, tokens: int, omega: float) -> None:
         ids, scores = draw(seed, tokens)
-        found, _ = observe(Picks.of_tokens(ids, E, scores), order, rho=0.3, omega=omega)
+        found, _ = observe(picks_of(ids, E, scores), order, rho=0.3, omega=omega)
         h, p, ph = by_hand(ids, scores, order, 0.3, omega)
         np.testing.assert_allclose(found.hit_rate, h)
         np.testing.assert_allclose(found.accuracy, p)
         np.testing.assert_allclose(found.predicted_hit_rate, ph)
         assert found.per_step == K
         assert found.steps == found.predicted == tokens
-
-    @settings(max_examples=40, deadline=None)
-    @given(seed=st.integers(0, 10**6), tokens=st.integers(2, 40), at=st.integers(1, 39))
-    def test_windows_add_up(self, order: CacheOrder, seed: int, tokens: int, at: int) -> None:
-        ids, scores = draw(seed, tokens)
-        whole, end = observe(Picks.of_tokens(ids, E, scores), order)
-        first, then = observe(Picks.of_tokens(ids[:at], E, scores[:at]), order)
-        if at < tokens:
-            second, then = observe(Picks.of_tokens(ids[at:], E, scores[at:]), order, then)
-            first = first + second
-        for name in ("hits", "named", "held"):
-            np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
-        assert (first.steps, first.needed, first.predicted) == (whole.steps, whole.needed, whole.predicted)
-        np.testing.assert_array_equal(then.last, end.last)
-        np.testing.assert_array_equal(then.counts, end.counts)
 
 
 def _with_experts(drawn: tuple[NDArray[np.int64], NDArray[np.float64] | None]) -> tuple:  # type: ignore[type-arg]
@@ -104,8 +90,8 @@ class TestAgainstCaches:
             cache.move_to_end(e)
             if len(cache) > size:
                 cache.popitem(last=False)
-        _first, then = observe(Picks.of_tokens(ids[:E], E, None), "lru")
-        rest, _ = observe(Picks.of_tokens(ids[E:], E, None), "lru", then)
+        _first, then = observe(picks_of(ids[:E], E, None), "lru")
+        rest, _ = observe(picks_of(ids[E:], E, None), "lru", then)
         assert rest.hits[size] == hits
 
     def test_lcp_ranks_as_the_policy_does(self) -> None:
@@ -116,7 +102,7 @@ class TestAgainstCaches:
             order = policy.ranked(list(range(E)))
             ranks += [order.index(e) for e in picked]
             policy.routed(picked, [1] * K, 1)
-        found, _ = observe(Picks.of_tokens(ids, E, None), "lcp")
+        found, _ = observe(picks_of(ids, E, None), "lcp")
         np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
 
 
@@ -128,19 +114,14 @@ class TestOtherOrders:
             order = sorted(range(E), key=lambda e: (-counts[e], e))
             ranks += [order.index(e) for e in picked]
             counts[picked] += 1
-        found, _ = observe(Picks.of_tokens(ids, E, None), "lfu")
+        found, _ = observe(picks_of(ids, E, None), "lfu")
         np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
-
-    def test_random_hits_in_proportion(self) -> None:
-        ids, _ = draw(6, 3000, scored=False)
-        found, _ = observe(Picks.of_tokens(ids, E, None), "random")
-        np.testing.assert_allclose(found.hit_rate, np.arange(E + 1) / E, atol=0.03)
 
 
 @pytest.mark.parametrize("order", ["lcp", "lru", "lfu", "random"])
 def test_layers_together_are_as_each_alone(order: CacheOrder) -> None:
     """Also where some have no prediction, and over two windows of which steps do not count."""
-    drawn = [Picks.of_tokens(*_with_experts(draw(seed, 40, scored=True))) for seed in range(3)]
+    drawn = [picks_of(*_with_experts(draw(seed, 40, scored=True))) for seed in range(3)]
     counts, scores = (np.stack([getattr(of, name) for of in drawn], axis=1) for name in ("counts", "scores"))
     scores[::3, 1] = np.nan
     counted, tokens = np.arange(40) % 5 > 0, 1 + np.arange(40) % 2
@@ -157,18 +138,6 @@ def test_layers_together_are_as_each_alone(order: CacheOrder) -> None:
 
 
 class TestPicks:
-    def test_steps_that_do_not_count(self) -> None:
-        """They age the others and are in no figure."""
-        ids, scores = draw(8, 30)
-        picks, counted = Picks.of_tokens(ids, E, scores), np.arange(30) >= 12
-        some, end = observe(picks, "lcp", counted=counted)
-        _, then = observe(Picks.of_tokens(ids[:12], E, scores[:12]), "lcp")
-        rest, last = observe(Picks.of_tokens(ids[12:], E, scores[12:]), "lcp", then)
-        np.testing.assert_array_equal(some.held, rest.held)
-        np.testing.assert_array_equal(some.hits, rest.hits)
-        assert some.steps == 18
-        np.testing.assert_array_equal(end.counts, last.counts)
-
     def test_steps_of_several_tokens(self) -> None:
         """A forward of 3 tokens counts as one step that needs the union, and as 3 tokens of age."""
         counts, tokens = np.array([[2, 1, 0], [0, 0, 1], [1, 0, 0]]), np.array([3, 1, 1])
@@ -183,22 +152,7 @@ class TestPicks:
 
     def test_steps_without_a_prediction(self) -> None:
         scores = np.array([[np.nan] * 3, [0.1, 0.7, 0.2]])
-        found, _ = observe(Picks.of_tokens(np.array([[0], [1]]), 3, scores), "lcp")
+        found, _ = observe(picks_of(np.array([[0], [1]]), 3, scores), "lcp")
         assert found.predicted == 1
         assert found.accuracy.tolist() == [1, 0, 0]
         assert found.predicted_hit_rate[1].tolist() == [0, 0, 0, 1]  # 0 ranks first, then 1, then 2 by number
-
-    def test_refuses(self) -> None:
-        ones = np.ones((2, 3), int)
-        with pytest.raises(ValueError, match="same steps"):
-            Picks(ones, np.ones(3, int), None)
-        with pytest.raises(ValueError, match="same steps"):
-            Picks(ones, np.zeros(2, int), None)
-        with pytest.raises(ValueError, match="scores"):
-            Picks(ones, np.ones(2, int), np.ones((2, 4)))
-
-    def test_of_no_step(self) -> None:
-        none = LayerStatistics.none(3)
-        assert none.per_step == 0
-        assert not none.hit_rate.any()
-        assert not none.accuracy.any()

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from topology_cases import ALL, FACTS, NDP, a_node, places_of, plan
 
 from tiermoe.actors.policies.sharding import owned_experts, shard_of, spread_by_bytes
-from tiermoe.cluster.config import HardwareConfig, engine_settings, load_run_config
-from tiermoe.cluster.topology.estimate import Hardware, resolve_hardware
+from tiermoe.cluster.config import engine_settings, load_run_config
+from tiermoe.cluster.topology.estimate import Hardware, links_of
 from tiermoe.cluster.topology.spec import NODE_ID_LABEL, LowBitSpec, NodeInfo, PlannedBytes, cluster_spec
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.kernels.pack import PackedShape
 
 # ownership
 
@@ -171,7 +170,7 @@ def test_ndp_experts_are_spread_over_the_workers() -> None:
     nodes = [a_node("a", CPU=6, GPU=2, ndp=1), a_node("b", CPU=3, GPU=1)]
     assert [a.node for a in plan(nodes, shards=2, ndp=NDP).having("lead", "shard")] == ["a", "b"]
     # in full precision they share the pages of their node's store
-    full = replace(NDP, widths=(), replica_bytes=0, bits=16.0, stored=True)
+    full = replace(NDP, widths=(), replica_bytes=0, stored=True)
     beside, alone = a_node("a", CPU=5, GPU=1, ndp=1), a_node("b", CPU=2, ndp=1)
     topology = plan([beside, alone], ndp=full)
     assert [(load.node, load.host_bytes) for load in topology.loads] == [("a", 3072), ("b", 16 * 96)]
@@ -256,12 +255,6 @@ def test_low_bit_replicas_take_host_memory_and_a_share_of_the_budget() -> None:
     assert plan([a_node("a", CPU=3, GPU=1, memory=3072 + 1280)], low_bit=_LOW_BIT).lead.node == "a"
 
 
-def test_a_low_bit_preset_counts_the_bytes_that_the_files_have() -> None:
-    config = load_run_config(None, {"policy": "hobbit", "device": "cpu", "threads": 1, "budget": "8KiB"})
-    spec = cluster_spec(config, engine_settings(config), FACTS, [])
-    assert spec.low_bit == LowBitSpec(PackedShape(4, 4, 4, 64).nbytes(), 0.25)
-
-
 _SNUG, _ROOMY = a_node("a", CPU=3, GPU=1), a_node("a", CPU=9, GPU=1)
 
 
@@ -328,12 +321,15 @@ def test_a_budget_that_does_not_fit(changes: dict[str, Any], says: str) -> None:
         plan([a_node("a", CPU=9, GPU=1, ndp=1)], **changes)
 
 
-def test_hardware_is_named_assumed_until_all_of_it_is_given() -> None:
-    gpu = resolve_hardware(HardwareConfig(), True, 16.0, 10.0)
-    assert (gpu.name, gpu.link_gbps) == ("H100-class, assumed", 55.0)
-    stand_in = resolve_hardware(HardwareConfig(), False, 16.0, 10.0)
-    assert (stand_in.name, stand_in.link_gbps, stand_in.link_latency_us) == ("CPU stand-in, as configured", 16.0, 10.0)
-    assert resolve_hardware(HardwareConfig(), False, None, 0.0).name == "CPU stand-in, assumed"
-    given_all = HardwareConfig(link_gbps=2, link_latency_us=0)
-    wanted = Hardware("H100-class, as configured", 2, 0, 3.0, 50.0)
-    assert resolve_hardware(given_all, True, None, 0.0) == wanted
+@pytest.mark.parametrize(
+    ("gpu", "link", "wanted"),
+    [
+        (True, {}, ("H100-class, assumed", 55.0, 10.0)),
+        (False, {}, ("CPU stand-in, as configured", 16.0, 10.0)),
+        (False, {"gbps": 2.0, "latency_us": 1.0}, ("CPU stand-in, as configured", 2.0, 1.0)),
+        (False, {"gbps": None}, ("CPU stand-in, assumed", 10.0, 0.0)),
+    ],
+)
+def test_links_are_as_configured_or_named_assumed(gpu: bool, link: dict[str, Any], wanted: tuple[Any, ...]) -> None:
+    config = load_run_config(None, {"link": link})
+    assert links_of(config, gpu, here=False) == Hardware(*wanted, network_gbps=3.0, network_latency_us=50.0)

@@ -10,10 +10,8 @@ the copy.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +21,9 @@ from ...policies.eviction import EvictionPolicy, core_order
 from ...policies.moepic.split import SplitLayout
 from ...policies.residency import ResidencyError, State
 from ..stats import EngineStats, LayerResidency, LayerStats, Timeline
-from .links import CAUSES, Linking, QueueLink
-from .loader import Loader
+from .links import CAUSES, CacheLink
 from .residency import Residency
-from .slots import LowBitPart, SlotMap
-
-if TYPE_CHECKING:
-    from .device import Device
-    from .form_slots import FormPool
-    from .slots import ExpertSource, SlotMemory, SlotPool
+from .slot_map import SlotMap
 
 _LAYER_COUNTS = [name for name in dir(_core.LayerCounts) if not name.startswith("_")]
 _SOURCE_COUNTS = [name for name in dir(_core.SourceCounts) if not name.startswith("_")]
@@ -42,75 +34,44 @@ class ExpertCache:
     """Slots for experts of all layers on one device.
 
     Args:
-        pool: the slot tensors, allocated once; `pool.bytes` is the whole expert memory, with `memory` at its most.
-        weights: the sources of each MoE layer's experts. experts: of a layer.
-        slots, slot_bytes: for whole experts.
+        where: the slots, and where experts come from.
+        link: makes the copies.
         eviction: with a split or replicas, one for all slot classes (`slot_classes.SlotClasses`).
         stats: counters, one `LayerStats` per MoE layer; the core's come by `live_stats` and `layer_stats`.
-        link: makes the copies; None: a thread. clock: seconds, on the scale of the link's times.
         min_useful: share of prefetches below which the governor pauses them (`core::Governor`).
         writeback: copy an evicted expert back to the host before its slot is used again, as systems that swap do; for
-            comparison only. Replicas are not copied back.
-        split: how slots are divided between tops and bottoms; None: a slot is a whole expert, for good.
-        low_bit: further slots within the same budget, for low-bit replicas; not with a split.
-        memory: of the pool, if its last slots come and go (`resize`): of whole experts, without write-back.
+            comparison only. Replicas are not copied back. Not with `where.memory`.
 
     Attributes:
         core: decides and accounts.
         native_steps: whether the layers have kernels of native code; set by the executor.
         uses: forwards that ran each expert since the counters were reset; the array object never changes.
-
-    Raises:
-        ValueError: the split does not fit the pool.
     """
 
     def __init__(
-        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], device: Device, experts: int, slots: int,
-        slot_bytes: int, eviction: EvictionPolicy, stats: EngineStats, timeline: Timeline,
-        link: _core.Link | Linking | Loader | None = None, clock: Callable[[], float] = time.perf_counter,
-        min_useful: float = 0.0, split: SplitLayout | None = None, writeback: bool = False,
-        low_bit: LowBitPart | None = None, memory: SlotMemory | None = None,
+        self, where: SlotMap, link: CacheLink, eviction: EvictionPolicy, stats: EngineStats, timeline: Timeline,
+        min_useful: float = 0.0, writeback: bool = False,
     ) -> None:  # fmt: skip
-        self.memory, self.low_bit, self.pool, self.device, self.clock = memory, low_bit, pool, device, clock
+        self.where, self.pool, self.neurons, self.bytes_of = where, where.pool, where.neurons, where.bytes_of
+        self.low_bit, self.memory = where.low_bit, where.memory
         self.stats, self.timeline = stats, timeline
-        self.where = SlotMap(pool, weights, experts, slots, slot_bytes, low_bit)
-        self.bytes_of, self.neurons = self.where.bytes_of, pool.neurons
-        stats.expert_bytes_peak = pool.bytes if memory is None else memory.least * slot_bytes
-        if low_bit is not None:
-            stats.expert_bytes_peak += low_bit.pool.bytes
-            stats.low_bit_slots = low_bit.slots
-        self.is_split = split is not None  # for good: whether an expert is two segments
-        if split is not None:
-            self.where.divide(split)
-        layout = self.where.layout(slots if memory is None else memory.most)
+        stats.expert_bytes_peak = self.pool.bytes if self.memory is None else self.memory.least * where.slot_bytes
+        if self.low_bit is not None:
+            stats.expert_bytes_peak += self.low_bit.pool.bytes
+            stats.low_bit_slots = self.low_bit.slots
         self._eviction = eviction
-        self._order = core_order(eviction, (2 if self.where.class_of else 1) * self.where.keys)
-        self._linking: Linking | None = None
-        if link is None or isinstance(link, Loader):
-            link = _core.PythonLink(QueueLink(link or Loader(device), self.where, device, clock))
-        elif not isinstance(link, _core.Link):
-            self._linking, link = link, link.link(self.where, clock)
-        self.link: _core.Link = link
+        self._order = core_order(eviction, (2 if where.class_of else 1) * where.keys)
+        self.link, self.clock, self._place = link.core, link.clock, link.place
         self._place()
-        self.core = _core.Core(layout, link, self._order, _core.Governor(min_useful), writeback)
+        self.core = _core.Core(where.layout(), self.link, self._order, _core.Governor(min_useful), writeback)
         self.governor, self.uses = self.core.governor, self.core.uses
-        self.residency = Residency(self.core, slot_bytes, self.where)
+        self.residency = Residency(self.core, where.slot_bytes, where)
         self.native_steps = False
         self._sources: dict[str, int] = {}  # of prefetches: number in the core
         self._seen: _core.Watched | None = None
         if timeline.enabled:
             self._seen = _core.Watched()
             self.core.watch(self._seen)
-
-    def _place(self) -> None:
-        """Tell a link that copies by addresses where experts and slots lie."""
-        most = self.where.whole_slots if self.memory is None else self.memory.most
-        if self._linking is not None:
-            self._linking.place(self.link, self.where, most)
-        elif isinstance(self.link, _core.ThreadLink):
-            from .places import place  # torch: the simulator uses this module without it
-
-            place(self.link, self.where, most)
 
     @property
     def bytes_loaded(self) -> int:
@@ -152,14 +113,14 @@ class ExpertCache:
         Raises:
             ValueError: the split does not fit the pool; then nothing has changed.
         """
-        if not self.is_split:
+        if self.split is None:
             raise ValueError("a cache of whole experts cannot be split")
         self.where.check(split)
         self.core.settle()
         self.flush()
         self.where.divide(split)
         self._place()
-        self.core.divide(self.where.layout(0), list(fill))
+        self.core.divide(self.where.layout(), list(fill))
         self.residency.laid_out(self.where)
 
     # -- copies ------------------------------------------------------------------------------------------
@@ -206,12 +167,13 @@ class ExpertCache:
             memory.resize(slots)
         before, moves = self.residency.slots, self.core.resize(slots)
         if slots < before:
-            self.device.settle()  # what runs or is copied in slots that go, and dropped copies into free ones
+            device = memory.device
+            device.settle()  # what runs or is copied in slots that go, and dropped copies into free ones
             for key, from_, to in moves:
                 layer = self.where.layer_of(key)
-                self.device.move(self.pool.slot(to, layer), self.pool.slot(from_, layer))
+                device.move(self.pool.slot(to, layer), self.pool.slot(from_, layer))
             if moves:
-                self.device.settle()
+                device.settle()
             memory.resize(slots)
         self.where.whole_slots = slots
         self.residency.laid_out(self.where)

@@ -20,7 +20,7 @@ import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -30,9 +30,6 @@ from ....limits import host_free_bytes
 from ....proto.options import Supply
 from ...budget import Budget
 from ...settings import CopySettings, EngineSettings, LinkSettings
-
-if TYPE_CHECKING:
-    from .slots import HostLayer
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -116,6 +113,18 @@ class HostArena:
             self._memory = None
 
 
+class HostExperts(Protocol):
+    """One MoE layer's experts in host memory; `tensors` are all of them, for pinning."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]: ...
+    def expert(self, index: int) -> tuple[torch.Tensor, ...]: ...
+
+    def moved(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """The same experts in other memory, given as `tensors` are."""
+        ...
+
+
 class Device(Protocol):
     """What the cache and the loader need of a device.
 
@@ -162,8 +171,8 @@ class Device(Protocol):
         ...
 
     def pin(
-        self, layers: Sequence[HostLayer], settings: CopySettings
-    ) -> tuple[Sequence[HostLayer], PinReport | None]:
+        self, layers: Sequence[HostExperts], settings: CopySettings
+    ) -> tuple[Sequence[HostExperts], PinReport | None]:
         """Pin host memory that experts are copied from.
 
         Returns:
@@ -226,7 +235,7 @@ class CpuDevice:
             time.sleep(left_s)
         return Copied(start_s, end_s, duration_s)
 
-    def pin(self, layers: Sequence[HostLayer], settings: CopySettings) -> tuple[Sequence[HostLayer], None]:
+    def pin(self, layers: Sequence[HostExperts], settings: CopySettings) -> tuple[Sequence[HostExperts], None]:
         return layers, None
 
     def close(self) -> None:

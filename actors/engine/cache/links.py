@@ -1,17 +1,20 @@
-"""What carries copies for a cache's core in Python: a loader's thread, or what a virtual clock moves."""
+"""The link of a cache, and what carries its copies in Python: a loader's thread, or what a virtual clock moves."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ....errors import RuntimeFailure, StoreError
+from ...core import _core
 from .loader import DEMAND, PREFETCH, Cause, Loader, LoadJob
 
 if TYPE_CHECKING:
-    from ...core import _core
-    from .device import Device, Tensors
-    from .slots import PendingExpert, SlotMap
+    from .device import Tensors
+    from .slot_map import SlotMap
+    from .slots import PendingExpert
 
 _COPIED, _FAILED, _CANCELLED = range(1, 4)  # `core::Ending`
 EndedCopy = tuple[int, int, tuple[float, float, float, float] | None]
@@ -28,16 +31,22 @@ def fail(error: BaseException, layer: int) -> NoReturn:
     ) from error
 
 
-class Linking(Protocol):
-    """Makes a cache's link once its slots and sources are known (`cuda.stream_link.StreamLinking`)."""
+@dataclass(frozen=True)
+class CacheLink:
+    """Makes the copies of one cache.
 
-    def link(self, where: SlotMap, clock: Callable[[], float]) -> _core.Link:
-        """Arguments as of `QueueLink`."""
-        ...
+    core: the link in native code. clock: seconds, on the scale of its times.
+    place: tells a link that copies by addresses where all segments lie; called now and after each new split.
+    """
 
-    def place(self, link: Any, where: SlotMap, most: int) -> None:
-        """Tell that link where all segments lie, now and after each new split. most: whole slots at some time."""
-        ...
+    core: _core.Link
+    clock: Callable[[], float] = time.perf_counter
+    place: Callable[[], object] = lambda: None
+
+
+def loader_link(loader: Loader, where: SlotMap, clock: Callable[[], float] = time.perf_counter) -> CacheLink:
+    """The link of a loader, which it closes; arguments as of `QueueLink`."""
+    return CacheLink(_core.PythonLink(QueueLink(loader, where, clock)), clock)
 
 
 class QueueLink:
@@ -52,8 +61,8 @@ class QueueLink:
         clock: seconds, on the same scale as the times of the queue's copies.
     """
 
-    def __init__(self, loader: Loader, where: SlotMap, device: Device, clock: Callable[[], float]) -> None:
-        self.loader, self._where, self._device, self.now_s = loader, where, device, clock
+    def __init__(self, loader: Loader, where: SlotMap, clock: Callable[[], float]) -> None:
+        self.loader, self._where, self._device, self.now_s = loader, where, loader.device, clock
         self.jobs: dict[int, LoadJob] = {}  # by ticket: under way
         self._failed: dict[int, BaseException] = {}
         self._after: Any = None  # the device's mark of slots' last uses
@@ -139,19 +148,17 @@ class QueueLink:
 class Carrier:
     """Moves the bytes of a virtual link's copies (`_core.CarryingLink`), each when it ends.
 
-    Attributes:
-        where: gives the tensors; set before the first copy.
+    where: gives the tensors.
     """
 
-    where: SlotMap
-
-    def __init__(self) -> None:
+    def __init__(self, where: SlotMap) -> None:
+        self._where = where
         self._errors: dict[int, Exception] = {}  # by ticket
 
     def carry(self, ticket: int, segment: int, slot: int) -> bool:
         """False: it failed."""
         try:
-            copy_now(self.where.target(segment, slot), self.where.source(segment))
+            copy_now(self._where.target(segment, slot), self._where.source(segment))
         except Exception as error:  # handed to the forward that needs the copy
             self._errors[ticket] = error
             return False

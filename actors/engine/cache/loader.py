@@ -55,7 +55,7 @@ class Loader:
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
         self._heap: list[tuple[int, int, LoadJob]] = []
         self._sequence = 0
         self._wake = threading.Condition()
@@ -123,7 +123,7 @@ class Loader:
             try:
                 src = self._fetch(job.src) if isinstance(job.src, PendingExpert) else job.src
                 written = self._write_back(job) if job.writeback else None
-                copied = self._device.copy(job.dst, src, job.after)
+                copied = self.device.copy(job.dst, src, job.after)
                 if written is not None:  # both copies as one
                     copied = replace(
                         copied, start_s=written.start_s, link_s=written.link_s + copied.link_s,
@@ -138,7 +138,7 @@ class Loader:
         """Copy the slot's content to scratch memory on the host: only the time counts."""
         if self._scratch is None:
             self._scratch = tuple(t.cpu().clone() for t in job.dst)
-        return self._device.copy(self._scratch, job.dst, job.after)
+        return self.device.copy(self._scratch, job.dst, job.after)
 
     def _fetch(self, source: PendingExpert) -> Tensors:
         source.ask(self._pending())

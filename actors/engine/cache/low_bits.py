@@ -1,4 +1,4 @@
-"""Mixed precision on a miss: low-bit replicas, their slots, and the kernel that runs them.
+"""Mixed precision on a miss: low-bit replicas and their slots.
 
     open_replica_weights -> make_part (slots within the budget) -> LowBits.layer: which of a layer's experts run on one
 
@@ -7,7 +7,6 @@ Replicas are reserved, copied, pinned, run and evicted by the cache like experts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -15,12 +14,10 @@ import torch
 
 from ....errors import ConfigError
 from ....kernels.pack import PackedShape
-from ....kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, packed_shapes, try_out
+from ....kernels.packed_slots import packed_shapes
 from ...policy_settings import PolicySettings
 from ...settings import CopySettings
-from ...store.format import ExpertShape
 from ...store.replicas import ReplicaView, open_replicas
-from ..model.model import MoeBlock
 from .device import Device, PinReport
 from .slots import LayerWeights, LowBitPart
 from .sources import host_tensor
@@ -110,35 +107,3 @@ def open_replica_weights(policy: PolicySettings, replicas: ReplicaView | None, *
 def make_part(weights: ReplicaWeights, slots: int, device: torch.device) -> LowBitPart:
     pool = ReplicaPool.allocate(weights.shape, slots, device)
     return LowBitPart(pool, weights.layers, slots, pool.bytes // slots)
-
-
-def make_packed_kernel(
-    policy: PolicySettings, pool: ReplicaPool, shape: ExpertShape, blocks: Sequence[MoeBlock], dtype: torch.dtype,
-    threads: int, notes: list[str],
-) -> PackedKernel:  # fmt: skip
-    """The kernel for replicas on the pool's device: C++ on the CPU, Triton on a GPU, compiled now.
-
-    Where Triton is missing or fails, torch runs them, slower and equal up to rounding; `notes` gets a line.
-
-    Raises:
-        ConfigError: the experts have biases, no gate, or an activation that the kernels do not build in.
-    """
-    activations = {block.activation for block in blocks}
-    activation = next(iter(activations)) if len(activations) == 1 else None
-    if activation is None or shape.gates != 2 or shape.has_bias:
-        raise ConfigError(
-            f"policy '{policy.name}' runs packed experts, which are plain gated ones without biases",
-            "choose a policy without on_miss low-bit, such as next-gate",
-        )
-    device = pool.tensors[0].device
-    if device.type == "cpu":
-        return CpuPackedKernel(pool.tensors, pool.shape, activation, threads)
-    try:
-        from ....kernels.triton.packed_ffn import TritonPackedKernel
-
-        kernel = TritonPackedKernel(pool.tensors, pool.shape, activation)
-        try_out(kernel, shape.hidden, dtype, device)
-    except Exception as error:  # whatever a compiler or driver raises: torch can do it
-        notes.append(f"replicas run by torch, slowly: the Triton kernel failed ({type(error).__name__}: {error})"[:300])
-        return TorchPackedKernel(pool.tensors, pool.shape, activation)
-    return kernel

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...core import _core
 from .form_slots import FormPool, FormWeights
+from .links import CacheLink
 from .slots import ExpertSource, LayerWeights, SlotPool
 
 if TYPE_CHECKING:
     from .device import Tensors
-    from .slots import PendingExpert, SlotMap
+    from .slot_map import SlotMap
+    from .slots import PendingExpert
 
 _Home = list[tuple[int, int]]  # of each tensor: its address, and the bytes from a slot to the next
 # address (0: another link copies it); bytes, or elements that are cast; whether they are; bytes of one, here and there
@@ -31,13 +35,16 @@ def linkable(pool: SlotPool | FormPool, weights: Sequence[ExpertSource]) -> bool
     )
 
 
-def place(
-    link: _core.ThreadLink | _core.StreamLink, where: SlotMap, most: int, elsewhere: Collection[int] = ()
-) -> None:
+def thread_link(where: SlotMap, rate: float, latency_s: float) -> CacheLink:
+    """The link thread of experts in this host's memory. rate: bytes per second; 0.0: as fast as memory."""
+    core = _core.ThreadLink(rate, latency_s)
+    return CacheLink(core, time.perf_counter, partial(place, core, where))
+
+
+def place(link: _core.ThreadLink | _core.StreamLink, where: SlotMap, elsewhere: Collection[int] = ()) -> None:
     """Tell a link of the sources and slots of all segments; no copy is under way.
 
-    Args:
-        most: whole slots at some time. elsewhere: layers whose experts another link copies.
+    elsewhere: layers whose experts another link copies.
     """
     pool, segments, keys, part = where.pool, where.segments, where.keys, where.low_bit
     home_of, dtype = [0] * keys, None if isinstance(pool, FormPool) else pool.dtype
@@ -47,7 +54,7 @@ def place(
         home_of = [forms.index(pool.published.of(key // where.experts)) for key in range(keys)]
     else:
         homes = [_home(pool.tensors, 0 if segments is None else 1)]  # slots of segments are rows: neurons
-    position = list(range(most)) if segments is None else list(segments.first)
+    position = list(range(where.most_slots)) if segments is None else list(segments.first)
 
     def source(segment: int, kept: torch.dtype | None) -> list[_Source]:
         return [] if where.layer_of(segment) in elsewhere else _source(where.source(segment), kept)

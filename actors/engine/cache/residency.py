@@ -12,7 +12,7 @@ from ...policies.residency import State
 
 if TYPE_CHECKING:
     from ...core import _core
-    from .slots import SlotMap
+    from .slot_map import SlotMap
 
 _STATES = tuple(State)  # by number
 
@@ -36,7 +36,7 @@ class Residency:
 
     def laid_out(self, where: SlotMap) -> None:
         """The slots are others now."""
-        self._class_of, self._class_bytes = where.class_of, where.class_bytes
+        self._class_of = where.class_of
         self.class_slots = tuple(where.class_slots)
         self.slots = sum(self.class_slots)
 
@@ -74,12 +74,6 @@ class Residency:
     @property
     def free_slots(self) -> int:
         return self._core.free_slots
-
-    @property
-    def bytes_held(self) -> int:
-        """Of the slots in use."""
-        used = [slots - self.free_of(number) for number, slots in enumerate(self.class_slots)]
-        return sum(count * size for count, size in zip(used, self._class_bytes, strict=True))
 
     def held(self) -> list[int]:
         """Keys that occupy a slot, LOADING or RESIDENT, in rising order."""

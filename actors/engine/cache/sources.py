@@ -43,11 +43,11 @@ from ...store.files import LayerArrays, StoreView, open_views
 from ...store.format import Manifest
 from ...store.published import FormArrays
 from ...store.remote import PART_BYTES, Answer, StoreReader, connect_store
-from ..model.model import DTYPES
-from .device import Device, PinReport, Tensors
+from .device import Device, HostExperts, PinReport, Tensors
 from .form_slots import FormWeights
-from .slots import ExpertSource, HostLayer, LayerWeights
+from .slots import ExpertSource, LayerWeights
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # by their names in a store
 _UNDER_WAY = 2  # requests
 _START_S = 30.0  # seconds to reach a store of each layer, which are started before the lead
 
@@ -129,7 +129,7 @@ class RemoteStores:
     """The stores of other nodes, and which of them is asked.
 
     Args:
-        layers: those to be read from other nodes. links: of the stores. settings: the deadline.
+        layers: those to be read from other nodes. links: of the stores. settings: transport and deadline.
 
     `ask` and `take` are for the loader's one thread.
 
@@ -152,7 +152,7 @@ class RemoteStores:
         self._changed, self._closed = threading.Condition(), False
         used = [link for link in links if set(link.layers) & set(layers)]
         self._holders: dict[str, Reconnecting[StoreReader]] = {
-            link.name: Reconnecting(link.name, partial(connect_store, link, manifest), changed=self._changed)
+            link.name: Reconnecting(link.name, partial(connect_store, link, manifest, settings), changed=self._changed)
             for link in used
         }
         for holder in self._holders.values():
@@ -323,7 +323,7 @@ class Sources:
         remote: None where all layers are mapped.
     """
 
-    def __init__(self, weights: list[ExpertSource], mapped: list[HostLayer], remote: RemoteStores | None) -> None:
+    def __init__(self, weights: list[ExpertSource], mapped: list[HostExperts], remote: RemoteStores | None) -> None:
         self.weights, self.mapped, self.remote = weights, mapped, remote
 
     def pin(self, device: Device, settings: CopySettings) -> PinReport | None:

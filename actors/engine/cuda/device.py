@@ -17,8 +17,7 @@ import torch
 
 from ....limits import usable_cores
 from ...settings import CopySettings
-from ..cache.device import Copied, PinReport, Tensors
-from ..cache.slots import HostLayer
+from ..cache.device import Copied, HostExperts, PinReport, Tensors
 from .arena import CudaArena, Pages
 from .runtime import GpuRuntime
 from .staging import Staging
@@ -41,8 +40,8 @@ class Registrar(Protocol):
 
 
 def pin_layers(
-    device: Registrar, layers: Sequence[HostLayer], settings: CopySettings
-) -> tuple[list[HostLayer], PinReport]:
+    device: Registrar, layers: Sequence[HostExperts], settings: CopySettings
+) -> tuple[list[HostExperts], PinReport]:
     """Pin these layers as far as the settings and the driver allow.
 
     A file's mapping is registered as read-only memory, which some drivers and file systems refuse; the setting
@@ -259,8 +258,8 @@ class CudaDevice:
         return Copied(start_s, end_s, end_s - start_s)
 
     def pin(
-        self, layers: Sequence[HostLayer], settings: CopySettings
-    ) -> tuple[Sequence[HostLayer], PinReport | None]:
+        self, layers: Sequence[HostExperts], settings: CopySettings
+    ) -> tuple[Sequence[HostExperts], PinReport | None]:
         return pin_layers(self, layers, settings)
 
     def register(self, address: int, nbytes: int) -> str | None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from ...core import _core
-from ..cache.links import QueueLink
+from ..cache.links import CacheLink, loader_link
 from ..cache.loader import Loader
 from ..cache.places import place
-from ..cache.slots import SlotMap
+from ..cache.slot_map import SlotMap
 from .device import CudaDevice
 from .staging import DeviceSide
 
 _CAST_BYTES = 16 << 20  # of each stream's buffer for experts that are kept in another dtype than the store's
 
 
-class StreamLinking:
-    """Makes the link of one cache on a GPU.
+def stream_link(
+    device: CudaDevice, where: SlotMap, pinned: Sequence[bool], ahead_bytes: int, casts: bool = False
+) -> CacheLink:
+    """The link of one cache on a GPU.
 
     Args:
         pinned: of each MoE layer, whether its experts are in pinned memory. Others go through the loader's thread and
@@ -26,48 +30,39 @@ class StreamLinking:
         ahead_bytes: of prefetches enqueued at a time; larger experts than half of that go in parts of that half.
         casts: whether slots have another dtype than the store.
     """
+    streams, runtime = _Streams(device, where, casts), device.runtime
+    other = None if all(pinned) else loader_link(Loader(device), where).core
+    demand, prefetch = (runtime.handle(streams.of[urgent]) for urgent in (True, False))
+    core = _core.StreamLink(
+        runtime.driver(), demand, prefetch, ahead_bytes, streams.compute, streams.cast, streams.pinned, other
+    )
+    elsewhere = [layer for layer, found in enumerate(pinned) if not found]
+    return CacheLink(core, time.perf_counter, partial(place, core, where, elsewhere))
 
-    def __init__(self, device: CudaDevice, pinned: Sequence[bool], ahead_bytes: int, casts: bool = False) -> None:
-        self.pinned, self.ahead_bytes = tuple(pinned), ahead_bytes
-        self._device, self._runtime = device, device.runtime
-        self._streams = {urgent: self._runtime.stream(urgent) for urgent in (True, False)}
+
+class _Streams:
+    """The streams of a link, and what it asks of Python. of: the streams for demand and for prefetches."""
+
+    def __init__(self, device: CudaDevice, where: SlotMap, casts: bool) -> None:
+        self._device, self._where, self._runtime = device, where, device.runtime
+        self.of = {urgent: self._runtime.stream(urgent) for urgent in (True, False)}
         self._sides = {urgent: DeviceSide(self._runtime, _CAST_BYTES) for urgent in (True, False)}
         self._scratch: list[torch.Tensor] = []
-        self._where: SlotMap | None = None
         if casts:
             for urgent, side in self._sides.items():
-                with self._runtime.on(self._streams[urgent]):
+                with self._runtime.on(self.of[urgent]):
                     side.reserve()
 
-    @property
-    def cast_bytes(self) -> int:
-        """Bytes of the buffers for casts."""
-        return sum(side.bytes for side in self._sides.values())
-
-    def link(self, where: SlotMap, clock: Callable[[], float]) -> _core.StreamLink:
-        """The link of a cache with these slots and sources; its arguments are as `QueueLink` has them."""
-        self._where, device, runtime = where, self._device, self._runtime
-        other = None if all(self.pinned) else _core.PythonLink(QueueLink(Loader(device), where, device, clock))
-        demand, prefetch = (runtime.handle(self._streams[urgent]) for urgent in (True, False))
-        return _core.StreamLink(
-            runtime.driver(), demand, prefetch, self.ahead_bytes, self._compute, self._cast, self._pinned, other
-        )
-
-    def place(self, link: _core.StreamLink, where: SlotMap, most: int) -> None:
-        """`places.place`."""
-        place(link, where, most, [layer for layer, pinned in enumerate(self.pinned) if not pinned])
-
-    def _compute(self) -> int:
+    def compute(self) -> int:
         return self._runtime.handle(self._device.compute_stream())
 
-    def _cast(self, urgent: bool, segment: int, slot: int, tensor: int, first: int, count: int) -> None:
-        where, stop = self._where, first + count
-        assert where is not None  # set by `link`
-        target, source = where.target(segment, slot)[tensor], where.source(segment)
+    def cast(self, urgent: bool, segment: int, slot: int, tensor: int, first: int, count: int) -> None:
+        stop = first + count
+        target, source = self._where.target(segment, slot)[tensor], self._where.source(segment)
         assert isinstance(source, tuple)  # it is in pinned memory
-        with self._runtime.on(self._streams[urgent]):
+        with self._runtime.on(self.of[urgent]):
             self._sides[urgent].copy(target.view(-1)[first:stop], source[tensor].view(-1)[first:stop])
 
-    def _pinned(self, nbytes: int) -> int:
+    def pinned(self, nbytes: int) -> int:
         self._scratch.append(self._runtime.pinned(nbytes))
         return self._scratch[-1].data_ptr()

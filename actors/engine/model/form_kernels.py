@@ -1,4 +1,4 @@
-"""The kernels that run a pool's experts: those of experts in their published form, and which of the two a pool has."""
+"""The kernels that run experts: of a pool of neurons or of published forms, and of low-bit replicas."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from ....errors import ConfigError
 from ....kernels.expert_ffn import ROW_CLASSES, ExpertKernel
 from ....kernels.form_slots import CpuFormKernel, TorchFormKernel
 from ....kernels.forms import ExpertForm
+from ....kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, try_out
+from ...policy_settings import PolicySettings
 from ...settings import EngineSettings, ExpertKernelName
+from ...store.format import ExpertShape
 from ..cache.form_slots import FormPool
+from ..cache.low_bits import ReplicaPool
 from ..cache.slots import SlotPool
 from .kernels import KernelPlan, Kernels
 from .model import MoeBlock
@@ -88,3 +92,35 @@ def kernels_of(
     if isinstance(pool, SlotPool):
         return Kernels(pool, settings.expert_kernel, blocks)
     return FormKernels(pool, settings.expert_kernel, blocks)
+
+
+def make_packed_kernel(
+    policy: PolicySettings, pool: ReplicaPool, shape: ExpertShape, blocks: Sequence[MoeBlock], dtype: torch.dtype,
+    threads: int, notes: list[str],
+) -> PackedKernel:  # fmt: skip
+    """The kernel for replicas on the pool's device: C++ on the CPU, Triton on a GPU, compiled now.
+
+    Where Triton is missing or fails, torch runs them, slower and equal up to rounding; `notes` gets a line.
+
+    Raises:
+        ConfigError: the experts have biases, no gate, or an activation that the kernels do not build in.
+    """
+    activations = {block.activation for block in blocks}
+    activation = next(iter(activations)) if len(activations) == 1 else None
+    if activation is None or shape.gates != 2 or shape.has_bias:
+        raise ConfigError(
+            f"policy '{policy.name}' runs packed experts, which are plain gated ones without biases",
+            "choose a policy without on_miss low-bit, such as next-gate",
+        )
+    device = pool.tensors[0].device
+    if device.type == "cpu":
+        return CpuPackedKernel(pool.tensors, pool.shape, activation, threads)
+    try:
+        from ....kernels.triton.packed_ffn import TritonPackedKernel
+
+        kernel = TritonPackedKernel(pool.tensors, pool.shape, activation)
+        try_out(kernel, shape.hidden, dtype, device)
+    except Exception as error:  # whatever a compiler or driver raises: torch can do it
+        notes.append(f"replicas run by torch, slowly: the Triton kernel failed ({type(error).__name__}: {error})"[:300])
+        return TorchPackedKernel(pool.tensors, pool.shape, activation)
+    return kernel

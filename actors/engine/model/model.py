@@ -29,6 +29,7 @@ from ....kernels.router import LinearRouter
 from ...settings import Attention
 from ...store.files import FileView
 from ...store.format import REBUILD, Manifest, read_header
+from ..cache.sources import DTYPES
 from .architecture import from_config
 from .attention import attention_for
 
@@ -146,7 +147,6 @@ _TYPES = {
     "F16": torch.float16, "BF16": torch.bfloat16, "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64,
 }  # fmt: skip
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

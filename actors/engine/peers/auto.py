@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core import _core
-from ...policies.auto import Auto, Costs, Faster, Followed, Owners, Part, forward_seconds
+from ...policies.auto import Auto, Costs, Faster, Followed, Owners, Part, Without, forward_seconds
 from ...policies.auto import LayerPlan as Choice
 from ...policies.context_ndp import PlacementOptions
+from ...policies.foreign import is_ours
 from ...policies.hybrid import HybridRule, HybriMoe
 from ...policies.registry import PolicyContext
 from ...policies.registry import make as make_policy
@@ -196,7 +197,6 @@ class AutoPlacer(PeerPlacer):
 
     Args:
         pool: the NDP workers; None: there are none.
-        order: the cache's order of eviction; None: another one than `worth`, which then decides alone.
         probe: measures the start costs, in `preload`.
         make: makes the planner.
         reader: of the routers' scores, which `score` gives; None: the planner goes by none.
@@ -209,12 +209,15 @@ class AutoPlacer(PeerPlacer):
 
     def __init__(
         self, cache: ExpertCache, experts: int, shards: Shards | None, pool: NdpPool | None,
-        order: WorthOrder | None, probe: Callable[[], Costs], make: MakePlanner, score: Score | None = None,
-        reader: ScoreReader | None = None,
+        probe: Callable[[], Costs], make: MakePlanner, score: Score | None = None, reader: ScoreReader | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cache, experts, shards)
         self._score, self._reader = score, reader
-        self._pool, self._order, self._probe, self._make, self._clock = pool, order, probe, make, cache.clock
+        self._pool, self._probe, self._make, self._clock = pool, probe, make, cache.clock
+        order = cache.eviction if isinstance(cache.eviction, WorthOrder) else None
+        if order is not None and not is_ours(type(order)):
+            order = None  # it may have changed what it inherits, so that the cache calls it in Python
+        self._order = order
         self._states = np.zeros((len(cache.stats.layers), experts), np.uint8)  # as the planner sees them
         handle, gpus = None if order is None else order.handle, None if shards is None else partial(_gpus, shards)
         self.native = _core.PlannedPlacement(
@@ -222,7 +225,7 @@ class AutoPlacer(PeerPlacer):
         )
         self._prompts = _Prompts(self._states.shape)
         # the order, which notes what local forwards use; None: there are none
-        self._notes = order if isinstance(order, WorthOrder) and shards is None else None
+        self._notes = order if shards is None else None
         self.faster = Faster()
         self._began: _Began | None = None  # the last forward, which might have gone the other way
         self._forwards, self._decoded = [0, 0], 1  # forwards planned and local; rows of the last decode
@@ -358,23 +361,22 @@ def _gpus(shards: Shards, keys: Sequence[int]) -> tuple[list[str | None], list[i
 
 def make_auto(
     options: PlacementOptions, cache: ExpertCache, experts: int, top_k: int, shards: Shards | None,
-    pool: NdpPool | None, probe: Callable[[], Costs], score: Score | None,
+    pool: NdpPool | None, probe: Callable[[], Costs], score: Score | None, without: Without = Without.NOTHING,
 ) -> AutoPlacer:  # fmt: skip
     """The placer of a planned placement: with the native planner of `auto`, or with the rule that its kind names.
 
-    probe: the start costs, on an empty cache. score: for `PlacementOptions.scored`.
+    probe: the start costs, on an empty cache. score: for `PlacementOptions.scored`. without: of `Auto`.
     """
-    order = cache.eviction if isinstance(cache.eviction, WorthOrder) else None
     layers = len(cache.stats.layers)
     rule: HybridRule | None = make_policy("placement", options, PolicyContext(layers, experts, top_k))
 
     def make(costs: Costs, workers: int, slots: int, states: NDArray[np.uint8]) -> Planner:
         if rule is not None:
             return rule.start(costs, workers, states)
-        return Auto(layers, experts, top_k, slots, costs, workers, states)
+        return Auto(layers, experts, top_k, slots, costs, workers, states, without)
 
     reader = rule if isinstance(rule, HybriMoe) else None
-    placer = AutoPlacer(cache, experts, shards, pool, order, probe, make, score, reader)
+    placer = AutoPlacer(cache, experts, shards, pool, probe, make, score, reader)
     if rule is not None:
         placer.faster.only = 0  # another system's rule decides every layer
     return placer

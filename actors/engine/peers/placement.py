@@ -11,7 +11,6 @@ import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +21,7 @@ from ...core import _core
 from ...policies.context_ndp import (
     HotSet,
     HotSlots,
+    PlacementOptions,
     PrecisionOptions,
     RoutingCounts,
     monde_split,
@@ -251,9 +251,8 @@ class ContextPlacer(HotPlacer):
         hot: the hot set over the active sequences.
         bits: chooses the widths of a layer's cold experts.
         widest: bits for a hot expert that is on no GPU.
-        migrated: called once per migration.
-        prompts_near_data: rows of a prompt run as decode rows do, on the hot set as it is and near data.
-        renew: tokens of a sequence's decode after which their counts take the place of the sequence's; None: never.
+        options: with `prompts` "ndp" rows of a prompt run as decode rows do, on the hot set as it is and near data;
+            after `renew` tokens of a sequence's decode their counts take the place of the sequence's.
     """
 
     def __init__(
@@ -265,13 +264,11 @@ class ContextPlacer(HotPlacer):
         widest: int,
         hot: HotSet,
         bits: Bits,
-        migrated: Callable[[], Any],
-        prompts_near_data: bool = False,
-        renew: int | None = None,
+        options: PlacementOptions,
     ) -> None:
         super().__init__(cache, experts, shards, pool, widest)
-        self._hot, self._choose_bits, self._migrated = hot, bits, migrated
-        self._prompts_near_data, self._renew = prompts_near_data, renew
+        self._hot, self._choose_bits = hot, bits
+        self._prompts_near_data, self._renew = options.prompts == "ndp", options.renew
         self._recent: dict[str, tuple[RoutingCounts, int]] = {}  # of a decode's last tokens, and how many they are
         self.hot_per_layer = hot.hot_slots.per_layer
         self._layers = len(cache.stats.layers)
@@ -298,7 +295,7 @@ class ContextPlacer(HotPlacer):
         for name, counts in placed.items():
             self._hot.admit(name, counts)
             self._decoding.add(name)
-            self._migrated()
+            self._cache.stats.migrations += 1
         if placed:
             for layer in range(self._layers):
                 hot = self._hot.hot(layer)
@@ -407,15 +404,8 @@ def make_placer(
         return MondePlacer(cache, experts, pool, choose, widest, placement.hot_per_layer is None)
     hot_slots = _hot_slots(settings, cache, experts)
     if placement.kind == "context":
-        stats = cache.stats
-
-        def migrated() -> None:
-            stats.migrations += 1
-
         hot_set = HotSet(hot_slots, placement.alpha)
-        return ContextPlacer(
-            cache, experts, shards, pool, widest, hot_set, bits, migrated, placement.prompts == "ndp", placement.renew
-        )
+        return ContextPlacer(cache, experts, shards, pool, widest, hot_set, bits, placement)
     popularity = tables.counts if tables is not None and tables.counts.any() else None  # data-free ones know none
     return StaticPlacer(cache, experts, shards, pool, widest, hot_slots, bits, popularity)
 
@@ -479,7 +469,7 @@ def _monde_choice(
     """
     profile = settings.ndp.profile
     first_s, further_s = expert_seconds(kernel, cache.pool)
-    emulated = cache.device.executor == "emulated"
+    emulated = cache.stats.executor == "emulated"
     load = link_seconds(settings.link, cache.residency.slot_bytes, emulated, profile.link_gbps)
     row_bytes = 4 * shape.hidden  # float32 over the channel
     published = getattr(cache.pool, "published", None)

@@ -21,12 +21,11 @@ from ...core import _core
 from ...settings import EngineSettings
 from ...store.dense import dense_folder
 from ...store.files import StoreView
-from ...store.format import ExpertShape, Published
-from ..cache.allocate import make_cache
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.sources import Sources, open_sources
 from ..host_view import pairs_of
 from ..layer import Groups, MoeLayer, Pass, Replicas
+from ..make_cache import ModelExperts, make_cache
 from ..make_device import activations_of, make_device
 from ..model.form_kernels import kernels_of
 from ..model.model import MoeBlock, build_blocks, compute_dtype
@@ -45,7 +44,7 @@ class ShardEngine:
     Args:
         settings: of the lead; the budget is per device.
         index: 1..G-1.
-        sources: experts of all layers; closed with the engine. blocks: the model's MoE layers.
+        sources: of the experts, of all layers; closed with the engine. blocks: the model's MoE layers.
 
     Attributes:
         activations: moves rows from the channel to the device, and sums back.
@@ -58,20 +57,18 @@ class ShardEngine:
         self,
         settings: EngineSettings,
         index: int,
-        shape: ExpertShape,
+        model: ModelExperts,
         sources: Sources,
         blocks: Sequence[MoeBlock],
         device: Device,
-        dtype: torch.dtype,
-        published: Published | None = None,
     ) -> None:
-        self.sources, weights = sources, sources.weights
-        mine = [key for key, owner in enumerate(owners(len(weights), shape.num_experts, settings.shards))
+        self.sources, self._device, shape = sources, device, model.shape
+        mine = [key for key, owner in enumerate(owners(len(model.sources), shape.num_experts, settings.shards))
                 if owner == index]  # fmt: skip
         self._experts, self._hidden = shape.num_experts, shape.hidden
         self._reports_residency = settings.policy.on_miss.kind != "load"  # the lead's rule reads it
         self.activations: Activations = activations_of(device.torch_device)
-        self.cache = make_cache(settings, shape, weights, device, dtype, len(mine), published=published)
+        self.cache = make_cache(settings, model, device, len(mine))
         self._placer = Placer(self.cache)  # `place` sets its `keep`
         self._layers: list[MoeLayer] = []
         self._lock = threading.Lock()
@@ -81,7 +78,7 @@ class ShardEngine:
         self._failure: PolicyError | None = None
         try:
             kernels = kernels_of(self.cache.pool, settings, blocks)
-            backend = _BatchBackend(self.activations, dtype)
+            backend = _BatchBackend(self.activations, model.dtype)
             self._layers += [
                 MoeLayer(
                     i, self._experts, self.cache, backend, self._placer, kernels.of(block), block.post,
@@ -108,7 +105,7 @@ class ShardEngine:
             self._refuse_foreign(batch)
             if self._failure is not None:
                 raise self._failure
-            self.cache.device.enter()  # the channel's threads come and go
+            self._device.enter()  # the channel's threads come and go
             self.cache.core.decode_only = batch.decode
             start_s = time.perf_counter()
             before = self.cache.core.counts(batch.layer)
@@ -132,7 +129,7 @@ class ShardEngine:
     def prefetch(self, command: PrefetchCommand) -> None:
         """Queue loads behind demand; prefetches for layers that have run are dropped and counted."""
         with self._lock:
-            self.cache.device.enter()  # this may be the thread's first call
+            self._device.enter()  # this may be the thread's first call
             if command.iteration > self._iteration:
                 self._iteration, self._layer = command.iteration, -1
             keys = [key for key in wanted_keys(command)[0] if key < self.cache.residency.keys]
@@ -160,7 +157,7 @@ class ShardEngine:
         with self._lock:
             if max(keys, default=0) >= cache.residency.keys:
                 raise StoreError(f"there is no expert {max(keys)}", "use the lead's store")
-            cache.device.enter()
+            self._device.enter()
             self._placer.keep = frozenset(keys)
             cache.poll()
             if command.preload:
@@ -183,7 +180,7 @@ class ShardEngine:
         self.sources.close()
         with self._lock:  # a batch may be in native code, which gives up the interpreter's lock
             self.cache.close()
-        self.cache.device.close()
+        self._device.close()
 
     def _pass_to(self, layer: int) -> None:
         """The forward is at this layer: prefetches for layers that it passed without this shard are stale."""
@@ -289,7 +286,8 @@ def open_shard(
         with dense_folder(view, stores, settings.store) as folder:
             blocks = build_blocks(folder, view.manifest, dtype, device.torch_device)
         manifest = view.manifest
-        return ShardEngine(settings, index, manifest.experts, sources, blocks, device, dtype, manifest.published)
+        model = ModelExperts(manifest.experts, sources.weights, dtype, published=manifest.published)
+        return ShardEngine(settings, index, model, sources, blocks, device)
     except BaseException:
         sources.close()
         device.close()

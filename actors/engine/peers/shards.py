@@ -31,8 +31,8 @@ from ...policies import sharding
 from ...policies.routing import RerouteView
 from ...settings import ShardSettings
 from ..cache.residency import Residency
+from ..calls import RemoteExperts
 from ..stats import EngineStats
-from .remote import RemoteExperts
 
 _FLAGS = 2
 

@@ -18,7 +18,8 @@ from ...policies.auto import Costs
 if TYPE_CHECKING:  # torch
     from ..cache.cache import ExpertCache
     from ..cache.device import Activations
-    from .remote import NdpPool, RemoteExperts
+    from ..calls import RemoteExperts
+    from .remote import NdpPool
 
 PROBED = 4  # experts that are copied or run together
 _REPEATS, _ROWS = 5, 16  # messages of each kind; rows of the longer ones

@@ -178,7 +178,7 @@ class ContinuousBatcher:
         return 0.0 if processor is None else used_share(processor.cache)
 
     def parts(self) -> Iterator[tuple[str, Any, str]]:
-        """The methods of a step by part, as (part, owner, method), for `model.profile`; "manager" is the whole step."""
+        """The methods of a step by part, as (part, owner, method), for `host_times`; "manager" is the whole step."""
         steps = self._manager.steps
         yield "manager", self._manager, "_generation_loop_body"
         if steps.recorded is not None:

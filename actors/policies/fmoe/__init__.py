@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,14 @@ from ....kernels.importance import expect_map
 from ...core import _core
 from ..eviction import CacheOrder, EvictionPolicy, Lfu, LfuDecay, NativeOrder, decay_growth
 from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys, predicted_experts
-from ..registry import PolicyContext, register
+from ..registry import PolicyContext, Preset, register
 from .maps import WIDTH, ExpertMapStore, Sketch
-
-if TYPE_CHECKING:
-    from ...policy_settings import PolicySettings
 
 _LEAST = 2.0**-150  # probability: below every positive one in float32
 
 
 class _MapEvictionOptions(Lfu.Options):
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         if policy.maps is None:
             raise ValueError(f"eviction {self.kind} goes by maps, which prefetch {policy.prefetch.kind} does not use")
 
@@ -92,7 +89,7 @@ class ExpertMapEviction(NativeOrder):
     def expect_map(
         self, keys: NDArray[np.int32], priorities: NDArray[np.float32], now: int, experts: int
     ) -> None:
-        """`expect` of a map's experts by their priorities (`prefetch_priority`), `now` layers seen."""
+        """`expect` of a map's experts by their priorities, `now` layers seen."""
         if self._told:
             expect_map(self.probabilities, keys, priorities, now, experts, self.told)
         else:
@@ -235,13 +232,11 @@ class ExpertMapPrefetch:
         return None if found is None else Forecast(now, *found, semantic)
 
 
-def prefetch_priority(probabilities: NDArray[np.float32], layers: NDArray[np.integer], now: int) -> NDArray[np.float32]:
-    """p / (l - l_now) (fMoE section 4.5); layers from 0, of which `now` were seen: l - l_now = layer + 1 - now."""
-    return (probabilities / (layers + 1 - now)).astype(np.float32)
-
-
 def probability_of(priorities: NDArray[np.float32], layers: NDArray[np.integer] | int, now: int) -> NDArray[np.float32]:
-    """The probabilities behind these priorities: the inverse of `prefetch_priority`. layers: of each, or of all."""
+    """The probabilities p behind priorities p / (l - l_now) (fMoE section 4.5).
+
+    layers: of each, or of all, from 0; `now` were seen: l - l_now = layer + 1 - now.
+    """
     return (priorities * (layers + 1 - now)).astype(np.float32, copy=False)
 
 

@@ -11,17 +11,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, log
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from ..eviction import CacheOrder
-from ..registry import PolicyOptions, policy_class, register
-
-if TYPE_CHECKING:
-    from ...policy_settings import PolicySettings
+from ..registry import PolicyOptions, Preset, policy_class, register
 
 RHO, OMEGA = 0.25, 128  # of LCP
 
@@ -57,7 +54,7 @@ class SplitOptions(PolicyOptions):
             raise ValueError("dynamic programming gives layers whole experts: say theta 1")
         return self
 
-    def check(self, policy: PolicySettings) -> None:
+    def check(self, policy: Preset) -> None:
         if self.kind == "off":
             return
         eviction = policy_class("eviction", policy.eviction.kind)
@@ -235,13 +232,6 @@ class Picks:
             raise ValueError(f"counts {self.counts.shape} and tokens {self.tokens.shape} are not of the same steps")
         if self.scores is not None and self.scores.shape != self.counts.shape:
             raise ValueError(f"scores {self.scores.shape} are not of counts {self.counts.shape}")
-
-    @staticmethod
-    def of_tokens(ids: NDArray[np.integer], experts: int, scores: NDArray[np.floating] | None) -> Picks:
-        """Each token a step: ids [n, K], distinct in each row; scores [n, E] or None."""
-        counts = np.zeros((len(ids), experts), np.int64)
-        np.put_along_axis(counts, ids.astype(np.int64), 1, axis=1)
-        return Picks(counts, np.ones(len(ids), np.int64), scores)
 
 
 @dataclass(frozen=True, eq=False)

@@ -354,7 +354,7 @@ def shape_of(header: TraceHeader) -> dict[str, int]:
 
 def calibrate(base: RunConfig, prompts: Sequence[Prompt], max_tokens: int, progress: Progress | None) -> Calibration:
     """Measure the first three prompts three times, one request after the other; medians."""
-    from ....actors.engine.model.profile import KERNEL_PARTS, host_passes
+    from ....actors.engine.host_times import KERNEL_PARTS, host_passes
 
     prompts = _CALIBRATION_RUNS * list(prompts[:_CALIBRATION_RUNS])
     advance = advancing(progress, "computing without waits", len(prompts))

@@ -24,7 +24,17 @@ from ...config import RunConfig, check_model_dir
 from ...prompt import load_model_config
 from ..local_worker import run_config, start_worker
 from .quality import SUMS, EvaluationOptions, Quality
-from .text import CONTEXT, TOKENS, ChoiceTokens, Window, as_tokens, load_choices, load_heldout, load_text, split_windows
+from .text import (
+    CONTEXT,
+    TOKENS,
+    ChoiceTokens,
+    Window,
+    as_tokens,
+    build_choices,
+    load_heldout,
+    load_text,
+    split_windows,
+)
 
 _TRIES = 3  # to measure without a lost or late NDP worker
 _RECONNECT_S = 30.0
@@ -141,7 +151,7 @@ class Evaluation:
         self.texts = len({window.document for window in self.windows})
         self.items: list[ChoiceTokens] = []
         if text is None:
-            self.items = as_tokens(load_choices(model_dir, heldout), heldout, options.documents, options.items)
+            self.items = as_tokens(build_choices(heldout), heldout, options.documents, options.items)
             self.documents = len(heldout.documents[: options.documents])
         else:
             self.windows = [replace(window, document=number) for number, window in enumerate(self.windows)]

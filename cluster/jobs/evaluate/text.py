@@ -3,8 +3,7 @@
 A window is a prefix that is prefilled and a continuation that is scored. A multiple-choice item asks which of four
 texts continues a passage: the true continuation, or one of three from passages of the same kind and other documents.
 All four have the same number of tokens and begin at a line's start, so neither length nor a split word gives the answer
-away. All draws are hashes of names, so the same text and tokenizer give the same set everywhere. The set ships as a
-file of passage ids and token positions, without text.
+away. All draws are hashes of names, so the same text and tokenizer give the same set everywhere.
 """
 
 from __future__ import annotations
@@ -13,13 +12,12 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from ....actors.tokenizer import is_tokenizer_file
 from ....errors import CheckpointError, ConfigError, reason
 from ...checkpoints.weight_files import CONFIG
 from ...host import shown
@@ -55,13 +53,12 @@ class Passage:
 class HeldOut:
     """All held-out text of a model.
 
-    documents: the passages of each document, kinds in turn. leading: special tokens before a text. fingerprint: of
-    tokenizer and texts, to validate stored token positions. own: the user's file; None: the model's text.
+    documents: the passages of each document, kinds in turn. leading: special tokens before a text. own: the user's
+    file; None: the model's text.
     """
 
     documents: tuple[tuple[Passage, ...], ...]
     leading: tuple[int, ...]
-    fingerprint: str
     own: Path | None = None
 
     @property
@@ -75,9 +72,7 @@ def load_heldout(model_dir: Path) -> HeldOut:
     Raises:
         CheckpointError: there is no such text, or it cannot be read.
     """
-    tokenizer, digest = load_tokenizer(model_dir), hashlib.sha256()
-    for file in _tokenizer_files(model_dir):
-        digest.update(file.read_bytes())
+    tokenizer = load_tokenizer(model_dir)
     kinds: dict[str, dict[str, list[Passage]]] = {}
     seen: set[str] = set()
     for path in sorted((model_dir / "heldout").glob("*.jsonl")):
@@ -86,14 +81,13 @@ def load_heldout(model_dir: Path) -> HeldOut:
             if passage.id in seen:
                 raise CheckpointError(f"two held-out passages have the id '{passage.id}'", "give each its own")
             seen.add(passage.id)
-            digest.update(json.dumps([passage.id, passage.kind, passage.source, passage.text]).encode())
             kinds.setdefault(passage.kind, {}).setdefault(passage.source, []).append(passage)
     if not kinds:
         raise CheckpointError(f"'{shown(model_dir)}' has no held-out passages", _REMEDY)
     queues = [[tuple(passages) for passages in sources.values()] for sources in kinds.values()]
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     documents = tuple(document for document in turns if document is not None)
-    return _checked(HeldOut(documents, _leading(tokenizer), digest.hexdigest()), model_dir)
+    return _checked(HeldOut(documents, _leading(tokenizer)), model_dir)
 
 
 def load_text(model_dir: Path, file: Path) -> HeldOut:
@@ -119,7 +113,7 @@ def load_text(model_dir: Path, file: Path) -> HeldOut:
     passages = [passage for passage in passages if passage.text.strip()]
     if not passages:
         raise ConfigError(f"'{file}' has no text", _OWN_REMEDY)
-    return _checked(HeldOut(tuple((passage,) for passage in passages), _leading(tokenizer), "", file), model_dir)
+    return _checked(HeldOut(tuple((passage,) for passage in passages), _leading(tokenizer), file), model_dir)
 
 
 def _checked(heldout: HeldOut, model_dir: Path) -> HeldOut:
@@ -128,12 +122,6 @@ def _checked(heldout: HeldOut, model_dir: Path) -> HeldOut:
         used = itertools.chain(heldout.leading, *(passage.ids for passage in heldout.passages))
         check_vocabulary(used, load_model_config(model_dir), model_dir)
     return heldout
-
-
-def _tokenizer_files(model_dir: Path) -> list[Path]:
-    """What the fingerprint is of: tokenizer.json, or where there is none all files that stand for it."""
-    whole = model_dir / "tokenizer.json"
-    return [whole] if whole.is_file() else sorted(f for f in model_dir.iterdir() if is_tokenizer_file(f.name))
 
 
 def _lines(path: Path) -> list[str]:
@@ -326,46 +314,3 @@ def _distractors(
 def _draw(name: str) -> int:
     """64 bits of SHA-256."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-
-
-FILE = Path("heldout") / "choices.json"
-_FORMAT = 1
-
-
-def choices_text(items: Sequence[Item], heldout: HeldOut) -> str:
-    """The file's text, one item a line."""
-    lines = ",\n".join(json.dumps(asdict(item)) for item in items)
-    return json.dumps(_header(heldout))[:-1] + ', "items": [\n' + lines + "\n]}\n"
-
-
-def load_choices(model_dir: Path, heldout: HeldOut) -> list[Item]:
-    """The items that ship with a model, or else those of `build_choices`.
-
-    Raises:
-        CheckpointError: the file cannot be read, or was built for other text, another tokenizer or other sizes.
-    """
-    path = model_dir / FILE
-    if not path.is_file():
-        return build_choices(heldout)
-    remedy = f"build it again: python -m tiermoe.cluster.jobs.evaluate '{model_dir}'"
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        for key, value in _header(heldout).items():
-            if record[key] != value:
-                raise CheckpointError(f"'{path}' was built with another {key} than the model folder has now", remedy)
-        lengths = {passage.id: len(passage.ids) for passage in heldout.passages}
-        return [_item(entry, lengths) for entry in record["items"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"'{path}' cannot be read: {' '.join(str(error).split())}", remedy) from error
-
-
-def _header(heldout: HeldOut) -> dict[str, Any]:
-    return {"format": _FORMAT, "fingerprint": heldout.fingerprint, "context": CONTEXT, "tokens": TOKENS}
-
-
-def _item(entry: dict[str, Any], lengths: dict[str, int]) -> Item:
-    item = Item(Position(**entry["true"]), tuple(Position(**position) for position in entry["wrong"]), entry["answer"])
-    fits = all(0 <= position.start <= lengths[position.passage] - TOKENS for position in item.candidates)
-    if not fits or len(item.wrong) != WAYS - 1 or item.answer not in range(WAYS):
-        raise ValueError(f"an item at {item.true} is out of range")
-    return item

@@ -7,7 +7,7 @@ projection D,
 
     D* = D + (A^T A + damping)^-1 A^T (A* - A) D        the least squares fit of A D* to A* D
 
-On held-out text this is better at every width than the Hessian of A* alone (docs/replicas.md).
+On held-out text this is better at every width than the Hessian of A* alone (docs/replicas-notes.md).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .capture import LayerInputs, capture, inputs_name, load_model, open_inputs
 from .replica_job import QuantizedLayer, ReplicaJob
 from .writer import Journal
 
-MIN_ROWS = 32  # an expert with fewer calibration rows is rounded to nearest (docs/replicas.md has the figures)
+MIN_ROWS = 32  # an expert with fewer calibration rows is rounded to nearest (docs/replicas-notes.md has the figures)
 LEAST_CAP = 4096  # at least so many rows of an expert are used; more with larger matrices
 _ROWS_AT_ONCE = 4096  # whose pre-activations are in memory together
 _BATCH_BYTES = 256 << 20  # of the Hessians of the experts that are quantized together

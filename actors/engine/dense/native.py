@@ -1,7 +1,7 @@
 """The dense part of a decode step on the CPU as one native program, without model code of ours.
 
     trace   the model once, on a few rows, with stand-ins for attention and experts        torch.fx
-    lower   the trace to row operators                                                     model.lowering
+    lower   the trace to row operators                                                     dense.lowering
     bind    each layer's keys and values in the manager's paged cache
     run     a segment, the experts of a layer, the next segment, ...; layers that run natively as a whole go in one call
             with the segments behind them                                                  kernels/cpu/dense.cpp
@@ -29,10 +29,10 @@ from ....errors import ConfigError
 from ....kernels.dense import Program
 from ..executors import CpuExecutor
 from ..layer import MoeLayer
-from .lengths import lengths_of
+from ..model.lengths import lengths_of
+from ..model.model import ExpertLayer, layer_of, replaced_layers
+from ..model.state import unchanged
 from .lowering import CannotLowerError, Lowering
-from .model import ExpertLayer, layer_of, replaced_layers
-from .state import unchanged
 
 MAX_ROWS = 64  # of a forward; above, matrix products of the library are faster
 _TRACED_ROWS = (13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)  # the first that no weight has as an axis

@@ -1,4 +1,4 @@
-"""Profiles the host's time in a step and in its layers by part, and the calls given to the device. For benchmarks.
+"""Measures the host's time in a step and in its layers by part, and the calls given to the device. For benchmarks.
 
 Off it costs nothing. On, each part takes two clock readings, whose measured cost is subtracted; what they disturb is
 not, so totals come from a run with `KERNEL_PARTS` alone. Parts are exclusive: time in a nested part counts there only.
@@ -19,12 +19,12 @@ from typing import Any, cast
 import torch
 from torch.autograd import DeviceType
 
-from ..dispatch import DeviceBackend
-from ..engine import ExpertEngine
-from ..executors import CpuExecutor, NativeExecutor
-from ..layer import MoeLayer
-from ..prefetching import RouterPrefetching
-from .native import Joined, NativeDense
+from .dense.native import Joined, NativeDense
+from .dispatch import DeviceBackend
+from .engine import ExpertEngine
+from .executors import CpuExecutor, NativeExecutor
+from .layer import MoeLayer
+from .prefetching import RouterPrefetching
 
 PARTS = (
     "read", "wait", "reroute", "place", "copies", "send", "prefetch", "pre_evict", "run",

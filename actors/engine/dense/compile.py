@@ -1,4 +1,4 @@
-"""The dense part of a model, run natively (`model.native`) or compiled region by region.
+"""The dense part of a model, run natively (`dense.native`) or compiled region by region.
 
 A region is a decoder layer with routed experts. `torch.compile` sees all of it but the attention, which keeps its cache
 in Python objects, and the experts, an operator of their own (`model.model`). All layers share one compilation.

@@ -1,0 +1,148 @@
+"""The expert cache of one device with its link, from the settings; for a lead and for a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+from ...errors import BudgetError, ConfigError, size
+from ..core import _core
+from ..policies.cost import Link, load_s
+from ..policies.registry import PolicyContext
+from ..policies.slot_classes import make_eviction
+from ..settings import CopySettings, EngineSettings
+from ..slot_budget import SlotSizes, divide
+from ..store.format import ExpertShape, Published
+from .cache.cache import ExpertCache
+from .cache.device import CpuDevice, Device
+from .cache.form_slots import FormPool, FormWeights
+from .cache.links import CacheLink, Carrier, loader_link
+from .cache.loader import Loader
+from .cache.low_bits import ReplicaWeights, make_part
+from .cache.places import linkable, thread_link
+from .cache.slot_map import SlotMap
+from .cache.slots import ExpertSource, LayerWeights, SlotMemory, SlotPool
+from .cuda.device import CudaDevice
+from .cuda.stream_link import stream_link
+from .stats import EngineStats, LayerStats, Timeline
+
+
+@dataclass(frozen=True)
+class ModelExperts:
+    """The experts of a model, as a device caches and runs them.
+
+    shape: of one. sources: of each MoE layer's experts. dtype: of the compute. top_k: experts per token.
+    published: their forms, which slots hold as they are; None: slots hold neurons in `dtype`.
+    replicas: in low bits, with slots of their own within the budget; None: no policy loads them.
+    """
+
+    shape: ExpertShape
+    sources: Sequence[ExpertSource]
+    dtype: torch.dtype
+    top_k: int = 1
+    published: Published | None = None
+    replicas: ReplicaWeights | None = None
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """Of a slot for a whole expert."""
+        return self.shape.nbytes(self.dtype.itemsize) if self.published is None else self.published.slot_bytes
+
+
+def make_cache(
+    settings: EngineSettings, model: ModelExperts, device: Device, owned: int, clock: _core.Clock | None = None,
+    shared_bytes: int = 0,
+) -> ExpertCache:  # fmt: skip
+    """A cache within the budget of one device, with counters of its own.
+
+    Args:
+        owned: experts in all layers that belong to this device; it gets at most that many slots.
+        clock: of a stepped link; None: wall-clock.
+        shared_bytes: of memory beside the budget that slots may have at times (`ExpertCache.resize`).
+
+    Raises:
+        BudgetError: the budget does not hold one slot of each kind, or all experts where the policy needs them
+            resident; or the device's memory does not hold the budget. ConfigError: experts with biases are split.
+    """
+    policy, shape, replicas, slot_bytes = settings.policy, model.shape, model.replicas, model.slot_bytes
+    layers = len(model.sources)
+    if policy.split.kind != "off" and shape.has_bias:
+        raise ConfigError("experts with biases cannot be split", "use a policy without split")
+    sizes = SlotSizes(
+        layers, shape.num_experts, slot_bytes, shape.intermediate, model.top_k,
+        None if replicas is None else replicas.shape.nbytes(), settings.shards.count, settings.shards.ownership,
+    )  # fmt: skip
+    bought = divide(policy, settings.budget, sizes, owned)
+    stats = EngineStats(
+        layers=[LayerStats() for _ in range(layers)],
+        expert_budget_bytes=bought.budget,
+        slots=bought.slots,
+        experts=layers * shape.num_experts,
+        executor=device.executor,
+    )
+    most = min(owned, bought.slots + shared_bytes // slot_bytes)
+    memory = SlotMemory(device, bought.slots, most) if most > bought.slots else None
+    try:
+        part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
+        pool: SlotPool | FormPool
+        if model.published is None:
+            pool = SlotPool.allocate(shape, bought.slots, model.dtype, device.torch_device, memory)
+        else:
+            pool = FormPool.allocate(model.published, bought.slots, model.dtype, device.torch_device, memory)
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            f"the GPU has no room for an expert cache of {size(bought.budget)} beside what is on it: "
+            f"{'. '.join(str(error).split('. ')[:3])}",
+            "give a smaller budget, or end what else uses the GPU",
+        ) from error
+    where = SlotMap(pool, model.sources, shape.num_experts, bought.slots, slot_bytes, bought.split, part, memory)
+    eviction = make_eviction(
+        policy.eviction, PolicyContext(layers, shape.num_experts, model.top_k), split=bought.split is not None,
+        low_bit=bought.replica_slots > 0,
+    )  # fmt: skip
+    if clock is None or settings.link.gbps is None:
+        link = make_link(device, where, settings.copies)
+    else:  # a stepped link, on its own clock
+        seconds = partial(load_s, link=Link(settings.link.gbps, settings.link.latency_us))
+        link = CacheLink(_core.CarryingLink(clock, seconds, 0.0, Carrier(where)), clock)
+    return ExpertCache(
+        where, link, eviction, stats, Timeline(settings.trace), policy.prefetch.min_useful, policy.evict_writeback
+    )
+
+
+def make_link(device: Device, where: SlotMap, settings: CopySettings | None = None) -> CacheLink:
+    """A GPU's streams, the stand-in's link thread, or a Python thread for other sources.
+
+    settings: of copies to a GPU; None: the defaults.
+    """
+    pool, weights = where.pool, where.weights
+    if isinstance(device, CpuDevice) and linkable(pool, weights):
+        rate = 0.0 if device.link.gbps is None else device.link.gbps * 1e9
+        return thread_link(where, rate, device.link.latency_us * 1e-6)
+    if not isinstance(device, CudaDevice):
+        return loader_link(Loader(device), where)
+    casts = isinstance(pool, SlotPool) and any(
+        s.dtype != d.dtype
+        for layer in weights
+        if isinstance(layer, LayerWeights | FormWeights)
+        for s, d in zip(layer.tensors, pool.tensors, strict=True)
+    )
+    settings = CopySettings() if settings is None else settings
+    return stream_link(device, where, pinned_layers(device, where), settings.ahead_mib << 20, casts)
+
+
+def pinned_layers(device: CudaDevice, where: SlotMap) -> list[bool]:
+    """Which layers have all their experts, and replicas, in pinned memory. They were pinned before."""
+
+    def pinned(layer: ExpertSource) -> bool:
+        # bytes are copied as they lie, so an expert with gaps is the loader's
+        plain = isinstance(layer, LayerWeights | FormWeights) and all(t[0].is_contiguous() for t in layer.tensors)
+        return plain and device.is_pinned(layer.tensors)  # type: ignore[attr-defined]
+
+    found = [pinned(layer) for layer in where.weights]
+    if where.low_bit is not None:
+        found = [all_in and pinned(layer) for all_in, layer in zip(found, where.low_bit.weights, strict=True)]
+    return found
