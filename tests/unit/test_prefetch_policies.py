@@ -202,7 +202,7 @@ def test_activation_matrix_finds_the_nearest_at_every_layer(seed: int) -> None:
             for span in spans:
                 np.add.at(counts[span.sequence][layer], ids[span.start : span.stop].ravel(), 1)
                 distances = [distance(counts[span.sequence], m) for m in collection.counts]
-                nearest = policy.nearest(span.sequence)
+                nearest = policy._nearest(policy._requests[span.sequence])
                 assert nearest is not None
                 assert distances[nearest] == pytest.approx(min(distances), abs=1e-6)
                 m = collection.counts[nearest]
@@ -240,7 +240,7 @@ def test_activation_matrix_follows_a_collection_that_changes_under_a_request() -
     policy.observed(seen(0, [[2, 3]], spans))
     run(policy, "other", [[[2, 3]], [[0, 1]], [[0, 3]]])
     policy.end("other")
-    assert policy.nearest("long") == 0
+    assert policy._nearest(policy._requests["long"]) == 0
     assert keys(policy.observed(seen(1, [[0, 1]], spans))) == [2 * E + 0, 2 * E + 3]
 
 
