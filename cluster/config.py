@@ -251,11 +251,6 @@ def default_model_dir() -> Path:
     return _PACKAGE_ROOT / "models" / "tiny-moe"
 
 
-def policy_names() -> list[str]:
-    """Names of the presets, sorted."""
-    return _presets("policies")
-
-
 def load_policy(name_or_path: str) -> PolicySettings:
     """Read a policy preset by its name, or any policy file by its path.
 

@@ -43,8 +43,6 @@ from .topology.estimate import PlanResult, make_plans
 from .topology.inputs import facts_of_store, local_notes, local_ray, nodes_from_ray, this_machine
 from .topology.spec import ModelFacts, NodeInfo, Topology, wants_gpu
 
-_CALL_DEADLINE_S = 30.0
-
 
 class Deployment:
     """A planned topology on Ray, ready inside the `with` block.
@@ -204,23 +202,6 @@ class Deployment:
     def health(self) -> dict[str, Any]:
         """The lead's own account of its state and of its peers."""
         return self._lead.ask("health")
-
-    def actor_health(self, role: str) -> dict[str, Any]:
-        """The own account of another actor of the first group.
-
-        Args:
-            role: such as "ndp/0", "shard/1" or "store/0".
-
-        Raises:
-            RuntimeFailure: there is no such actor, or it does not answer (Ray may be restarting it).
-        """
-        actor = self._groups[0].actor_group.actors.get(role) if self._groups else None
-        if actor is None:
-            raise RuntimeFailure(f"this deployment has no actor '{role}'", "see `tiermoe status` for those it has")
-        try:
-            return ray.get(actor.health.remote(), timeout=_CALL_DEADLINE_S)
-        except ray.exceptions.RayError as error:
-            raise as_failure(error, f"'{role}' did not answer 'health'", _CALL_DEADLINE_S) from error
 
     def trace_events(self) -> list[dict[str, Any]]:
         """Chrome trace events that the lead recorded."""

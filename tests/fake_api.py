@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent, TokenLogprob
 from tiermoe.cluster.api.keys import KeyRing
 from tiermoe.cluster.api.lead import LeadState
@@ -84,9 +84,6 @@ class FakeBackend:
         self.asked = 0
         self.health: dict[str, Any] | None = None
         self.shard_stats: list[dict[str, Any]] = []
-        self.residency: dict[str | None, list[LayerResidency]] = {
-            None: [LayerResidency((2, 0, 1), (4, 0, 1)), LayerResidency((0, 2, 2), (0, 1, 8))]
-        }
         self.open = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
@@ -117,14 +114,10 @@ class FakeBackend:
             if not ended:
                 self.cancelled.append(name)
 
-    async def ask(self, method: str, role: str | None = None) -> Any:
+    async def ask(self, method: str) -> Any:
         self.asked += 1
         if self.failure is not None:
             raise RuntimeFailure(self.failure, "start it again")
-        if method == "residency":
-            if role not in self.residency:
-                raise RuntimeFailure(f"'{role}' is dead", "start it again")
-            return self.residency[role]
         return {
             "health": {"state": "serving", "running": self.open},
             "shard_stats": self.shard_stats,

@@ -24,6 +24,7 @@ from channel_peer import wait_until
 from decision_rig import COUNTERS as DECIDED
 from fake_api import FakeBackend
 from fake_api import serving as serving_api
+from policy_presets import POLICIES
 from serving import add_random_profile, gathered, greedy, prepared, settings
 
 from tiermoe.actors.core import _core
@@ -45,13 +46,13 @@ from tiermoe.actors.store.artifacts import (
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import model_fingerprint, read_manifest
 from tiermoe.cluster.cli import app, main
-from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
+from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
 from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.proto.peers import MATCHER, LocalDirectory, ndp_name
 
-PRESETS = sorted(policy_names())
+PRESETS = POLICIES
 FOLDER = Path(__file__).parent / "golden"
 TOP_K = 4  # of the default model
 PROMPT_TOKENS, TOKENS = 24, 10

@@ -21,18 +21,13 @@ from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.executors import executor_of
 from tiermoe.actors.engine.hooks import Hooks
-from tiermoe.actors.engine.host_view import Asked, HostViews
+from tiermoe.actors.engine.host_view import HostViews
 from tiermoe.actors.engine.layer import MoeLayer
 from tiermoe.actors.engine.passes import Shared
 from tiermoe.actors.engine.placer import Placer
-from tiermoe.actors.engine.pre_evicting import PreEvicting
 from tiermoe.actors.engine.prefetching import RouterPrefetching
-from tiermoe.actors.engine.rerouting import Rerouter
 from tiermoe.actors.engine.split import Configuring, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.activeevict import BudgetAwareTopK, PreEviction
-from tiermoe.actors.policies.buddymoe import DropRule, MissRule, RandomRule, no_buddies
-from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.moepic import SpeculativePrefetch
 from tiermoe.actors.policies.moepic.split import SplitLayout
@@ -46,17 +41,6 @@ from tiermoe.kernels.router import LinearRouter
 TIMES = {"blocked_io_s", "total_io_s", "link_s", "io_path_s", "link_path_s", "writeback_link_s", "writeback_blocked_s"}
 HOLD_S = 0.05  # for which a link is busy with a copy of the test's own
 RATE_GBPS = 1e-3
-
-
-def unhurried(compare: Callable[[float], None]) -> None:
-    """Call it with the seconds for which links are held; where it fails, again with ten times as many.
-
-    A busy machine may come to a layer when its link is no longer held. A difference in what is decided stays.
-    """
-    try:
-        compare(HOLD_S)
-    except AssertionError:
-        compare(10 * HOLD_S)
 
 
 def kernel_of(pool: SlotPool) -> CpuKernel:
@@ -264,51 +248,3 @@ def forwards(seed: int, count: int, most: int) -> list[tuple[list[tuple[torch.Te
 
 
 TOP = 3  # of the routings that rules change
-
-
-def active() -> Callable[[ExpertCache], Hooks]:
-    """ActiveEvict's hooks, by random routers."""
-    generator = torch.Generator().manual_seed(4)
-    routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
-
-    def hooks(cache: ExpertCache) -> Hooks:
-        rule, blocks = BudgetAwareTopK(), [SimpleNamespace(router=None)] * LAYERS
-        ahead = PreEvicting(
-            PreEviction(TOP), cache, LAYERS, EXPERTS, lambda layer, view: view.scores(Asked(routers[layer], False)),
-            routers,
-        )  # fmt: skip
-        return Hooks((Rerouter(rule, cache, blocks, TOP),), (), (ahead,))  # type: ignore[arg-type]
-
-    return hooks
-
-
-def replacing(kind: str) -> Callable[[ExpertCache], Hooks]:
-    """Next-gate, and a rule of BuddyMoE's, by random lists and routers."""
-    rng, generator = np.random.default_rng(6), torch.Generator().manual_seed(6)
-    lists = [
-        Buddies(
-            np.stack([rng.permutation(EXPERTS) for _ in range(EXPERTS)])[:, :4].astype(np.int32).copy(),
-            rng.random((EXPERTS, 4), np.float32),
-        )
-        for _ in range(LAYERS)
-    ]
-    blocks: list[Any] = [
-        SimpleNamespace(router=LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None))
-        for _ in range(LAYERS)
-    ]
-
-    def rule() -> MissRule:
-        if kind == "random":
-            return RandomRule(LAYERS, EXPERTS, SubstitutionOptions(rho=2), seed=3)
-        if kind == "drop":
-            return DropRule(no_buddies(LAYERS, EXPERTS), SubstitutionOptions(fallback="drop", renormalise=True))
-        if kind == "gates":
-            options = SubstitutionOptions(rho=1, search=3, gamma=0.4, temperature=0.9, reuse=0.5, fallback="drop")
-            return MissRule(lists, options, taus=[0.5, 0.8, 0.9][:LAYERS], beta=0.7)
-        return MissRule(lists, SubstitutionOptions(eta=10.0, weights="buddy", renormalise=True))
-
-    def hooks(cache: ExpertCache) -> Hooks:
-        ahead = RouterPrefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, 1), cache, blocks, EXPERTS)
-        return Hooks((Rerouter(rule(), cache, blocks, TOP),), (), (ahead,))
-
-    return hooks

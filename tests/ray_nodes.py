@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
 from machines import Loopback, Machine
 
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
@@ -30,6 +31,7 @@ from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.launch import Launch, StandIns
+from tiermoe.cluster.ray_session import NAMESPACE
 from tiermoe.cluster.scratch import Scratch
 
 BIN = Path(sys.executable).parent
@@ -244,6 +246,10 @@ class RemoteRuntime:
         """What a method of the deployment returns."""
         return self._call("ask", method=method, arguments=arguments)
 
+    def health_of(self, role: str) -> dict[str, Any]:
+        """What another actor than the lead says of itself."""
+        return self._call("health_of", role=role)
+
     def stats(self) -> dict[str, Any]:
         """The lead's counters."""
         return self._call("stats")
@@ -355,6 +361,13 @@ def generate(runtime: Deployment, ids: tuple[int, ...], tokens: int, kill: int |
             kill = None
     assert generation.error is None, generation.error
     return generation.token_ids
+
+
+def actor_health(runtime: Deployment, role: str) -> dict[str, Any]:
+    """What an actor of a deployment's first group says of itself."""
+    actor = ray.get_actor(f"{runtime.id}/{role}", namespace=NAMESPACE)
+    found: dict[str, Any] = ray.get(actor.health.remote(), timeout=_ANSWER_DEADLINE_S)
+    return found
 
 
 def until(holds: Callable[[], bool], what: Callable[[], object]) -> None:

@@ -41,19 +41,6 @@ void VirtualRun::run(std::int64_t layer, std::int64_t tokens, const Part& part) 
     layers_.at(static_cast<std::size_t>(layer))->run({nullptr, nullptr, nullptr, tokens, 1, nullptr});
 }
 
-void Virtual::compute(double seconds) {
-    if (costs.share < 1)
-        while (seconds > 0) {
-            const double end_s = link.busy_until();
-            if (end_s < 0) break;
-            const double whole_s = seconds / costs.share, left_s = end_s - clock.now_s;
-            const double beside_s = std::min(whole_s, left_s);
-            clock.now_s = beside_s < whole_s ? end_s : clock.now_s + beside_s;
-            seconds -= beside_s * costs.share;
-        }
-    if (seconds > 0) clock.now_s += seconds;
-}
-
 void VirtualLayer::kernels(std::int64_t first, std::int64_t stop) {
     const Layout& layout = core_.layout();
     const Segments& run = core_.present().run;

@@ -40,13 +40,8 @@ class Backend(Protocol):
         """
         ...
 
-    async def ask(self, method: str, role: str | None = None) -> Any:
-        """What a control method of the lead returns, or a method of another actor; raises RuntimeFailure where it does
-        not answer.
-
-        Args:
-            role: of the other actor, such as "shard/1".
-        """
+    async def ask(self, method: str) -> Any:
+        """What a control method of the lead returns; raises RuntimeFailure where it does not answer."""
         ...
 
     def states(self) -> list[LeadState]:
@@ -79,7 +74,7 @@ class LeadBackend:
         self._change = asyncio.Event()
         self._answers: dict[tuple[str, int], Any] = {}  # last of each method and lead
         self._trial = asyncio.Lock()
-        self.leads = [LeadClient(handle, self._changed, name) for name, handle in handles.items()]
+        self.leads = [LeadClient(handle, self._changed) for handle in handles.values()]
 
     async def first_look(self) -> None:
         """Return once each lead has reported its state or missed its deadline: `/ready` no longer says "unknown"."""
@@ -128,10 +123,10 @@ class LeadBackend:
             finally:
                 trial.end()
 
-    async def ask(self, method: str, role: str | None = None) -> Any:
+    async def ask(self, method: str) -> Any:
         """With several leads: counters are sums, lists are joined; a lead that is away counts with its last answer."""
-        if method not in _SUMMED or role is not None:
-            return await next((lead for lead in self.leads if lead.serves), self.leads[0]).ask(method, role)
+        if method not in _SUMMED:
+            return await next((lead for lead in self.leads if lead.serves), self.leads[0]).ask(method)
         serving = [i for i, lead in enumerate(self.leads) if lead.serves] or list(range(len(self.leads)))
         found = await asyncio.gather(*(self.leads[i].ask(method) for i in serving), return_exceptions=True)
         answers = {(method, i): answer for i, answer in zip(serving, found, strict=True)}

@@ -99,16 +99,23 @@ class _Lingering:
     def close(self) -> None:
         if self.is_closing():
             return
-        if not (self._still_sends() and self._transport.can_write_eof()):
-            self._closing = True
-            self._transport.close()  # once what waits to be sent is read
-            if self._transport.get_write_buffer_size():
-                asyncio.get_running_loop().call_later(_CLOSING_S, self._transport.abort)
-            return
         self._closing = True
-        self._transport.write_eof()
+        if not self._still_sends():
+            self._end()
+            return
+        end = self._transport.abort
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:  # TLS has no half of a connection to end: the client ends it, with its answer
+            end = self._end
         self._transport.resume_reading()
-        asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
+        asyncio.get_running_loop().call_later(_LINGER_S, end)
+
+    def _end(self) -> None:
+        """Once what waits to be sent is read, if that is in time."""
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(_CLOSING_S, self._transport.abort)
 
 
 class BoundedConnection(H11Protocol):
@@ -136,10 +143,12 @@ class BoundedConnection(H11Protocol):
             super().data_received(data[begin : begin + _PIECE_BYTES])
 
     def handle_events(self) -> None:
-        before = self.cycle
+        before, sending = self.cycle, self.conn.their_state is h11.SEND_BODY
         super().handle_events()
         if self.cycle is not before and not self.cycle.response_complete:
             self._stop()
+        elif sending and self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self._expect_request()  # the rest of an answered body has come: the next request has its whole time
 
     def on_response_complete(self) -> None:
         answered = self.cycle

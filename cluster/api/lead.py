@@ -19,7 +19,7 @@ import ray
 from ...actors.requests import GenerationRequest, TokenEvent
 from ...errors import DeadlinePassed, LoopDied, NotServing, RequestError, RuntimeFailure, TierMoeError
 from ..attach import CONTROL, EVENTS
-from ..ray_session import NAMESPACE, as_failure
+from ..ray_session import as_failure
 
 T = TypeVar("T")
 _CALL_DEADLINE_S = 10.0
@@ -107,7 +107,6 @@ class LeadClient:
     Args:
         handle: of the actor.
         changed: called whenever it was looked at.
-        name: with which the names of its replica group's actors begin.
 
     Attributes:
         serves: whether requests may be sent; taken for granted before the first look.
@@ -116,8 +115,8 @@ class LeadClient:
         damage: what happened to a file that it serves from, until it is restored; None: nothing.
     """
 
-    def __init__(self, handle: Any, changed: Callable[[], None], name: str) -> None:
-        self._handle, self._changed, self._name = handle, changed, name
+    def __init__(self, handle: Any, changed: Callable[[], None]) -> None:
+        self._handle, self._changed = handle, changed
         self.serves, self.hung = True, False
         self.failure: RuntimeFailure | None = None
         self.damage: RuntimeFailure | None = None
@@ -176,22 +175,14 @@ class LeadClient:
         """Requests under way."""
         return len(self._inboxes)
 
-    async def ask(self, method: str, role: str | None = None) -> Any:
-        """What a control method returns, or a method of another actor of its group; raises RuntimeFailure where it
-        does not answer.
-
-        Args:
-            role: of the other actor, such as "shard/1".
-        """
+    async def ask(self, method: str) -> Any:
+        """What a control method returns; raises RuntimeFailure where it does not answer."""
         try:
             async with asyncio.timeout(_CALL_DEADLINE_S):
-                if role is None:
-                    return await self._control(method)
-                peer = await asyncio.to_thread(ray.get_actor, f"{self._name}/{role}", namespace=NAMESPACE)
-                return await getattr(peer, method).remote()
+                return await self._control(method)
         except TimeoutError as error:
             raise RuntimeFailure(f"the worker did not answer '{method}' in time", "look at its node") from error
-        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor has this name now
+        except ray.exceptions.RayError as error:
             raise as_failure(error, f"the worker did not answer '{method}'") from error
 
     def lost(self) -> None:

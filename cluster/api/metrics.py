@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
@@ -42,7 +41,6 @@ _LOAD = {  # as `_EXPERTS`, of the present load
     "expert_pins": ("Experts' pins by the forward that runs, on the lead.", "pins"),
 }
 _CAUSES = ("demand", "prefetch", "migration")
-_RECENT = 512  # choices
 _EVERY_S = 1.0  # for which the runtime's answer is good, however often the server is scraped
 _LINK = "total_io_s"
 
@@ -59,7 +57,7 @@ class Metrics:
         sharded: whether other GPUs count as well.
 
     Attributes:
-        runtime: the runtime's counters. recent: the choices that ended last.
+        runtime: the runtime's counters.
     """
 
     def __init__(self, ask: Ask, *, sharded: bool) -> None:
@@ -68,7 +66,6 @@ class Metrics:
         self._lock = asyncio.Lock()
         self._registry = CollectorRegistry()
         self.runtime = RuntimeCounters()
-        self.recent: deque[ChoiceTimes] = deque(maxlen=_RECENT)
         self._registry.register(self.runtime)
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
@@ -113,12 +110,6 @@ class Metrics:
         """A request has ended: a sink of records."""
         if record.reason is not None:
             self._refused.labels(reason=record.reason).inc()
-
-    def token_counts(self) -> dict[str, int]:
-        """Tokens of prompts that were processed, and tokens generated."""
-        names = {"tiermoe_prompt_tokens": "prompt", "tiermoe_generation_tokens": "generated"}
-        found = [family for family in self._registry.collect() if family.name in names]
-        return {names[family.name]: int(sum(sample.value for sample in family.samples)) for family in found}
 
     def line_dropped(self) -> None:
         """A line of the request log found no room, or could not be written."""
@@ -183,7 +174,6 @@ class ChoiceTimer(ChoiceTimes):
     def ended(self) -> None:
         """The choice is over, for `finish`."""
         self.ended_s = time.perf_counter()
-        self._metrics.recent.append(self)
         self._metrics.total.observe(self.ended_s - self.submitted_s)
         self._metrics.queue.observe(self.waited_s)
         self._metrics.prompts.observe(self.prompt_tokens)

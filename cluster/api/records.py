@@ -16,7 +16,7 @@ from ...actors.requests import TokenEvent
 from .refusals import ApiError
 
 CLIENT_GONE = 499  # nginx's code: the client left before it had an answer
-PROBES = frozenset({"/health", "/ready", "/metrics", "/status"})  # asked again and again by programs
+PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked again and again by programs
 _REASONS = {
     400: "invalid_request", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 408: "timeout",
     413: "body_too_large", 429: "rate_limit_exceeded", 503: "unavailable",

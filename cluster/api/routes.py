@@ -38,7 +38,6 @@ from .refusals import ApiError
 from .responses import ResponsesAnswer, ResponsesBody
 from .runs import Runs
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
-from .status import StatusReader, not_ready
 
 _LOG = logging.getLogger("tiermoe.server")
 
@@ -164,7 +163,7 @@ def _add_state(app: FastAPI, served: ServedModel, runs: Runs) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        states, waits = runs.backend.states(), not_ready(runs)
+        states, waits = runs.backend.states(), runs.not_ready()
         leads = [state.as_dict() for state in states]
         if waits is not None:
             left = {"reason": str(waits), "seconds_left": waits.left_s}
@@ -179,12 +178,6 @@ def _add_state(app: FastAPI, served: ServedModel, runs: Runs) -> None:
         with contextlib.suppress(TierMoeError):  # the server's own numbers are worth having all the more then
             await runs.metrics.refresh(runs.admission.waiting)
         return Response(runs.metrics.page(), media_type=CONTENT_TYPE_LATEST)
-
-    status = StatusReader(served, runs)
-
-    @app.get("/status")
-    async def status_json() -> Response:
-        return Response(await status.text(), media_type="application/json")
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -13,17 +13,20 @@ from tokenizers import Tokenizer
 
 from ...actors.requests import GenerationRequest, SamplingParams
 from ...errors import RuntimeFailure, TierMoeError
+from ..report.steps import left_s
 from .admission import Admission
 from .backend import Backend
 from .keys import ANYONE, Key
+from .lead import LeadState
 from .metrics import ChoiceTimer, Metrics
 from .records import ChoiceTimes
-from .refusals import ApiError, from_failure
+from .refusals import ApiError, NotReady, from_failure
 from .schema import Display
 from .settings import LimitSettings
 from .text import ChoiceText, Delta
 
 _QUEUED_DELTAS = 64  # that a slow client may be behind, for each request
+_UNKNOWN = NotReady("the runtime has not answered yet")
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,22 @@ class Runs:
         held = int(backend.plan.get("kv_tokens") or 0) * max(1, len(backend.states()))
         self.admission = Admission(int(backend.plan["max_requests"]), limits.waiting, held or None)
         self.metrics = Metrics(backend.ask, sharded=bool(backend.plan.get("shards")))
+
+    def not_ready(self) -> NotReady | None:
+        """Why requests would not be answered now; None: they would. Waits for nothing."""
+        states = self.backend.states()
+        if not any(state.serves and state.age_s is not None for state in states):
+            return next((self._waits_for(state) for state in states if state.problem), _UNKNOWN)
+        running = sum(state.load.get("running", 0) for state in states if state.serves)
+        silent_s = time.monotonic() - self.backend.last_event_s
+        if running and self.admission.inside and silent_s > self.limits.stalled_s:
+            return NotReady(f"{running:g} requests run and no token has come for {silent_s:.0f} s")
+        return None
+
+    def _waits_for(self, state: LeadState) -> NotReady:
+        since_s = state.health.get("since_s", 0.0) + (state.age_s or 0.0)
+        steps = self.backend.plan.get("start_s", {})
+        return NotReady(str(state.problem), left_s(steps, str(state.health.get("state")), since_s))
 
     def submit(self, choices: Sequence[Choice], request_id: str, key: Key = ANYONE) -> Run:
         """Start all choices of a request.

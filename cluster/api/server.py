@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from types import TracebackType
 from typing import Any
 
 import ray
 
-from ...errors import TierMoeError
+from ...errors import RuntimeFailure, TierMoeError
 from ..deployed_actors import end, make_here
 from ..ray_internals import actor_table
 from ..ray_session import as_failure
@@ -26,6 +25,7 @@ _END_S = 8.0  # of the edge, besides `DRAIN_S`
 _REST_S = 5.0  # of an edge that refused to start again
 _NONE_SERVES = "the server does not start; the standard error of `tiermoe serve` says why"  # no names of files
 _CONCURRENCY = 4  # calls of the edge; requests do not come by calls
+_SERVERS = 64  # before one runtime, on one Ray
 
 
 class HttpServer:
@@ -115,12 +115,12 @@ class HttpServer:
         """An edge; its handle."""
         socket = self._server_socket
         arguments = (self._settings, self._plan, socket.name, socket.tls, socket.access)
-        for number in itertools.count():
+        for number in range(_SERVERS):
             name = f"{self._settings.deployment}/edge/{number}"
             with contextlib.suppress(ValueError):  # the name is taken: several servers may be before one runtime
                 # beside this process: its descriptors, the key, the template and the tokenizer are of this machine
                 return make_here(name, Edge, *arguments, concurrency=_CONCURRENCY)
-        raise AssertionError("numbers do not end")
+        raise RuntimeFailure(f"deployment {self._settings.deployment} has {_SERVERS} servers", "end one of them")
 
     @staticmethod
     def _refusal(health: Any) -> str | None:

@@ -37,7 +37,6 @@ from .refusals import ApiError, NotReady
 SILENCE_S = 60  # of a connection; see `connections.py`
 DRAIN_S = 20  # for requests under way when the server ends
 BACKLOG = 2048  # connections that wait to be accepted
-_CLIENTS = 256  # connections of the server socket at a time
 _END_S = 3.0
 _TAKEN_S = 1.0  # for connections that the server socket has got and not answered
 _STEP_S = 0.01
@@ -154,9 +153,7 @@ class ServerSocket:
     def _answer(self) -> None:
         if self._answering is not None:
             return
-        config = uvicorn.Config(
-            self._application, timeout_graceful_shutdown=1, limit_concurrency=_CLIENTS, **server_options(self.tls)
-        )
+        config = uvicorn.Config(self._application, timeout_graceful_shutdown=1, **server_options(self.tls))
         server, listener = _Server(config), self._listener.dup()
         thread = threading.Thread(target=server.run, args=([listener],), name="tiermoe-server-socket", daemon=True)
         self._answering = server, thread

@@ -30,6 +30,7 @@ from ...actors.engine.rerouting import LowBits, Rerouter, report_link_speed
 from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats
 from ...actors.policies.activeevict import PreEviction
+from ...actors.policies.auto import Without
 from ...actors.policies.buddymoe.buddies import ExpertProfile
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.fmoe import ExpertMapPolicy
@@ -119,6 +120,7 @@ class Policies:
         popularity: [L, E], for a static placement.
         settings: the preset: its governor, write-back, low-bit replicas (whose kernels take as long as full experts),
             adaptive split and placement. `PLAIN`: none of these, and prefetch is never turned off.
+        believed: the machine whose costs a planner starts from; None: that which it is. without: what it leaves out.
     """
 
     eviction: EvictionPolicy
@@ -130,6 +132,8 @@ class Policies:
     split: SplitLayout | None = None
     popularity: NDArray[np.int64] | None = None
     settings: PolicySettings = PLAIN
+    believed: Machine | None = None
+    without: Without = Without.NOTHING
 
 
 class SimulatedEngine:
@@ -188,10 +192,14 @@ class SimulatedEngine:
         if not (self._shards or settings.uses_ndp):
             return Placer(self.cache)
         if machine.ndp is not None and settings.uses_ndp:
-            peers.ndp = SimulatedNdp(machine.ndp, header, machine.ndp_workers, neurons_of(header), self.clock)
+            peers.ndp = SimulatedNdp(
+                machine.ndp, header, machine.ndp_workers, neurons_of(header), self.clock, self._lead.link,
+                machine.ndp_share,
+            )  # fmt: skip
         return make_simulated_placer(
-            settings, header, machine, self.caches, peers, policies.popularity, recorded_logits
-        )
+            settings, header, machine, self.caches, peers, policies.popularity, recorded_logits, policies.believed,
+            policies.without,
+        )  # fmt: skip
 
     def _make_ahead(self, policies: Policies) -> tuple[Prefetching | None, PreEvicting | None, Configuring | None]:
         """Prefetch, pre-eviction and the configurator; None for each that the policy lacks."""

@@ -35,7 +35,7 @@ class SimulatedGpu:
         slots: for whole experts. The others are as of `ExpertCache`.
 
     Attributes:
-        run: the layers.
+        run: the layers. link: its own.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SimulatedGpu:
     ) -> None:  # fmt: skip
         keys, nbytes, neurons = header.layers * header.experts, header.slot_bytes, 1 if split is None else split.neurons
         self.clock = Clock()
-        link = virtual_link(self.clock, machine)
+        link = self.link = virtual_link(self.clock, machine)
         self.stats = EngineStats(
             layers=[LayerStats() for _ in range(header.layers)], slots=slots, experts=keys, executor="simulated"
         )

@@ -36,7 +36,8 @@ class Machine(Costs):
             time for its bytes.
         message_s: of the lead's host for each message that it sends to a peer or takes from one.
         matcher_s: from a published layer until its command is there.
-        ndp: the near-data device, of which there are `ndp_workers`; None: there is none.
+        ndp: the near-data device, of which there are `ndp_workers`; None: there is none. ndp_share: speed of its
+            kernels while the lead's link copies; 1: they read other memory than copies.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -54,6 +55,7 @@ class Machine(Costs):
     matcher_s: Annotated[float, Field(ge=0)] = 0.0
     ndp: NdpProfile | None = None
     ndp_workers: Annotated[int, Field(ge=1)] = 1
+    ndp_share: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @property
     def link(self) -> Link | None:

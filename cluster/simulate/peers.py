@@ -3,27 +3,28 @@
     lead: send at t -> peer: begins at max(its clock, t + hop), runs -> lead: joins at max(its clock, end + hop)
 
 A shard is a GPU as the lead is (`gpu.SimulatedGpu`). A near-data device runs its batches one after another in the time
-of `policies.cost.batch_cost`. The matcher's forecasts come a lag after they were asked for. The lead's placers are the
-engine's (`engine.peers.placement`).
+of `policies.cost.expert_cost` and a message. The matcher's forecasts come a lag after they were asked for. The lead's
+placers are the engine's (`engine.peers.placement`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from math import fsum
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.core._core import Clock
+from ...actors.core._core import Clock, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.placer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
-from ...actors.policies.auto import Costs
-from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
-from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
+from ...actors.policies.auto import Costs, Without
+from ...actors.policies.context_ndp import HotSet, HotSlots
+from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, expert_cost, load_s
 from ...actors.policies.plan import Part
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
@@ -53,6 +54,7 @@ class SimulatedTask:
     answer: ExpertResult
     blocked_s: float = 0.0
     link_s: float = 0.0
+    busy_s: float = 0.0  # for which the lead's link had copied when it began
 
 
 class SimulatedShard(SimulatedGpu):
@@ -134,8 +136,11 @@ class Peers:
         """Wait for the answers, and take them: seconds of the GPU that waited longest, and of the busiest link."""
         cache, clock = self._lead.cache, self._lead.clock
         for task in self._tasks:
-            waited_s = max(0.0, task.done_s - clock.now_s)
-            clock.now_s += waited_s
+            if self.ndp is not None and task.kind == "ndp":
+                waited_s = self.ndp.wait(task)
+            else:
+                waited_s = max(0.0, task.done_s - clock.now_s)
+                clock.now_s += waited_s
             self.handle()
             cache.stats.count_answer(
                 layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.core.decode_only
@@ -217,6 +222,7 @@ class SimulatedNdp:
     """Near-data devices that share the experts (`engine.peers.remote.NdpPool`), each with a clock of its own.
 
     Attributes:
+        share: speed of their kernels while the lead's link copies.
         free_s: when each has ended its last batch.
     """
 
@@ -225,6 +231,8 @@ class SimulatedNdp:
     workers: int
     neurons: int
     clock: Clock
+    link: VirtualLink
+    share: float = 1.0
     available: bool = True
     free_s: list[float] = field(default_factory=list)
 
@@ -233,6 +241,7 @@ class SimulatedNdp:
         keys = self.header.layers * self.header.experts
         self._owners = spread_by_bytes([1] * keys, self.workers)
         self._names = [f"ndp/{i}" for i in range(self.workers)]
+        self._kernels_s = dict[tuple[int, int], float]()  # of an expert, by bits and rows
 
     @property
     def living(self) -> int:
@@ -248,16 +257,33 @@ class SimulatedNdp:
 
     def run(self, name: str, keys: list[int], bits: Sequence[int], counts: Sequence[int], tokens: int) -> SimulatedTask:
         """A batch with `counts` rows of each expert, of `tokens` rows in all; bits 0: full precision."""
-        number, works = self._names.index(name), list[Work]()
-        for width, rows in zip(bits, counts, strict=True):
-            works.append(Work(self.header.hidden, self.neurons, rows, width or FULL_BITS, _GROUP if width else None))
-        nbytes = min(tokens, sum(counts)) * self.header.hidden * _ROW_ITEM
-        cost = batch_cost(self.profile, works, nbytes, nbytes)
+        number, pairs = self._names.index(name), sum(counts)
+        kernels_s = fsum(map(self.kernels_s, bits, counts))
+        total_s = 2 * load_s(min(tokens, pairs) * self.header.hidden * _ROW_ITEM, self.profile.link) + kernels_s
         begin_s = max(self.clock.now_s, self.free_s[number])
-        self.free_s[number] = done_s = begin_s + cost.total_s
+        self.free_s[number] = done_s = begin_s + total_s
         nothing: Any = None
-        answer = ExpertResult(nothing, cost.total_s, cost.total_s, done_s - self.clock.now_s)
-        return SimulatedTask("ndp", name, keys, sum(counts), done_s, answer)
+        answer = ExpertResult(nothing, kernels_s, total_s, done_s - self.clock.now_s)
+        return SimulatedTask("ndp", name, keys, pairs, done_s, answer, busy_s=self.link.busy_s())
+
+    def kernels_s(self, bits: int, rows: int) -> float:
+        """Seconds of one expert on a device."""
+        if (bits, rows) not in self._kernels_s:
+            work = Work(self.header.hidden, self.neurons, rows, bits or FULL_BITS, _GROUP if bits else None)
+            self._kernels_s[bits, rows] = expert_cost(self.profile, work).total_s
+        return self._kernels_s[bits, rows]
+
+    def wait(self, task: SimulatedTask) -> float:
+        """Wait for a task, which copies have slowed since it began; how long."""
+        asked_s, slower = self.clock.now_s, 1.0 - self.share
+        slowed_s = slower * (self.link.busy_s() - task.busy_s) if slower else 0.0
+        self.link.compute(task.done_s + slowed_s - asked_s, self.share)
+        if slower:
+            slowed_s = max(task.done_s + slowed_s, self.clock.now_s) - task.done_s
+            task.answer = replace(task.answer, measured_s=task.answer.measured_s + slowed_s)
+            number = self._names.index(task.name)
+            self.free_s[number] = max(self.free_s[number], task.done_s + slowed_s)
+        return self.clock.now_s - asked_s
 
 
 def owners_of(header: TraceHeader, gpus: int) -> list[int]:
@@ -272,7 +298,7 @@ def rows_of(spans: Sequence[Span]) -> list[SequenceRows]:
 
 def make_simulated_placer(
     settings: PolicySettings, header: TraceHeader, machine: Machine, caches: Sequence[ExpertCache], peers: Peers,
-    counts: NDArray[np.int64] | None, score: Any,
+    counts: NDArray[np.int64] | None, score: Any, believed: Machine | None = None, without: Without = Without.NOTHING,
 ) -> Placer:  # fmt: skip
     """The engine's placer of a preset, with simulated peers.
 
@@ -282,11 +308,13 @@ def make_simulated_placer(
     Args:
         caches: of each GPU. counts: popularity [L, E], for placement static; None or zeros: it counts as it runs.
         score: of routers, as of `engine.peers.auto`.
+        believed, without: as of `executor.Policies`.
 
     Raises:
         ConfigError: the preset needs a device that the machine lacks, or more slots than there are.
     """
     from ...actors.engine.peers import placement as engine  # torch
+    from ...actors.engine.peers.auto import make_auto
 
     cache, experts, kind, ndp = caches[0], header.experts, settings.placement.kind, peers.ndp
     shards = cast(Any, peers.shards)
@@ -295,7 +323,10 @@ def make_simulated_placer(
     if ndp is None and not settings.placement.optional_workers:
         raise without_ndp(settings.name, machine.name)
     if settings.placement.planned:
-        return _planned_placer(settings.placement, header, machine, cache, shards, ndp, score)
+        costs = start_costs(header, machine if believed is None else believed, 0 if ndp is None else ndp.neurons)
+        return make_auto(
+            settings.placement, cache, experts, header.top_k, shards, cast(Any, ndp), lambda: costs, score, without
+        )
     assert ndp is not None
     pool = cast(Any, ndp)
     widths = settings.precision.widths or (1, 2, 3, 4)
@@ -325,23 +356,17 @@ def make_simulated_placer(
     return engine.StaticPlacer(cache, experts, shards, pool, widest, hot_slots, bits, known)
 
 
-def _planned_placer(
-    options: PlacementOptions, header: TraceHeader, machine: Machine, cache: ExpertCache, shards: Any,
-    ndp: SimulatedNdp | None, score: Any,
-) -> Placer:  # fmt: skip
-    """The placer of a planner on the machine's own costs; without near-data devices every miss is loaded."""
-    from ...actors.engine.peers.auto import make_auto  # torch
-
+def start_costs(header: TraceHeader, machine: Machine, neurons: int) -> Costs:
+    """What a planner is told of a machine; without near-data devices (neurons 0) every miss is loaded."""
     gpu_s, copy_s = machine.experts(1, 1), 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
     near_s, message_s, rows = gpu_s, 0.0, 1
-    if ndp is not None:
-        near_s = expert_cost(ndp.profile, Work(header.hidden, ndp.neurons, 1)).total_s
-        message_s, rows = 2 * load_s(_ROW_ITEM * header.hidden, ndp.profile.link), ndp.profile.array_rows
+    if (ndp := machine.ndp) is not None and neurons:
+        near_s = expert_cost(ndp, Work(header.hidden, neurons, 1)).total_s
+        message_s, rows = 2 * load_s(_ROW_ITEM * header.hidden, ndp.link), ndp.array_rows
     copy_s, gpu_s, row_s, near_s, message_s, dense_s = (
         max(one, 1e-9) for one in (copy_s, gpu_s, machine.expert_row_s, near_s, message_s, machine.dense(1))
     )
-    costs = Costs(copy_s, gpu_s, row_s, near_s, near_s, float(rows), message_s, dense_s)
-    return make_auto(options, cache, header.experts, header.top_k, shards, cast(Any, ndp), lambda: costs, score)
+    return Costs(copy_s, gpu_s, row_s, near_s, near_s / machine.ndp_share, float(rows), message_s, dense_s)
 
 
 def merged(lead: LayerStats, others: Sequence[LayerStats]) -> LayerStats:

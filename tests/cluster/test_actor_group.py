@@ -60,7 +60,7 @@ def test_what_runs_is_what_was_planned(runtime: Deployment) -> None:
     assert peers == dict.fromkeys(("shard/1", "ndp/0", "ndp/1"), "connected")
     assert runtime.plan["ndp"]["transport"] == "shm"
     for actor in runtime.topology.having("shard", "ndp"):
-        assert runtime.actor_health(role_of(actor))["pid"] == records[role_of(actor)].pid
+        assert ray_nodes.actor_health(runtime, role_of(actor))["pid"] == records[role_of(actor)].pid
 
 
 def test_shards_and_ndp_workers_give_the_models_own_tokens(
@@ -70,7 +70,7 @@ def test_shards_and_ndp_workers_give_the_models_own_tokens(
     lead, shard = runtime.shard_stats()
     assert shard["hits"] + shard["misses"] > 0
     assert lead["hits"] + lead["misses"] > 0
-    assert all(runtime.actor_health(f"ndp/{i}")["pairs"] > 0 for i in range(2))
+    assert all(ray_nodes.actor_health(runtime, f"ndp/{i}")["pairs"] > 0 for i in range(2))
 
 
 def test_status_shows_every_gpu(runtime: Deployment, prompt: tuple[int, ...]) -> None:

@@ -29,8 +29,12 @@ def test_commands_reach_both_gpus(runtime: Deployment) -> None:
     assert runtime.plan["matcher"]["state"] == "serving"
     assert runtime.health()["matcher"] == "connected"
     tokens = _generate(runtime)
-    until(lambda: _generate(runtime) == tokens and runtime.actor_health("matcher")["posted"] > 0, runtime.health)
-    account, stats = runtime.actor_health("matcher"), runtime.stats()
+
+    def reached() -> bool:
+        return _generate(runtime) == tokens and ray_nodes.actor_health(runtime, "matcher")["posted"] > 0
+
+    until(reached, runtime.health)
+    account, stats = ray_nodes.actor_health(runtime, "matcher"), runtime.stats()
     assert account["shards_connected"] == 1
     assert account["maps"] >= _TOKENS
     assert stats.matcher["commands"] > 0
@@ -38,14 +42,14 @@ def test_commands_reach_both_gpus(runtime: Deployment) -> None:
 
 def test_killed_in_the_middle_of_a_request(runtime: Deployment) -> None:
     undisturbed = _generate(runtime)
-    until(lambda: runtime.actor_health("matcher")["unsaved"] == 0, lambda: "no snapshot was written")
-    before = runtime.actor_health("matcher")
+    until(lambda: ray_nodes.actor_health(runtime, "matcher")["unsaved"] == 0, lambda: "no snapshot was written")
+    before = ray_nodes.actor_health(runtime, "matcher")
     assert _generate(runtime, kill=before["pid"]) == undisturbed
     until(lambda: runtime.health()["matcher"] == "connected", lambda: "the matcher did not come back")
-    after = runtime.actor_health("matcher")
+    after = ray_nodes.actor_health(runtime, "matcher")
     assert after["pid"] != before["pid"]
     assert after["begun_from"] == "snapshot"
     assert after["maps"] >= before["maps"]
     assert runtime.stats().matcher["lost"] == 1
     assert _generate(runtime) == undisturbed
-    assert runtime.actor_health("matcher")["commands"] > 0
+    assert ray_nodes.actor_health(runtime, "matcher")["commands"] > 0

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from cache_rigs import bytes_held
+from policy_presets import POLICIES
 from serving import greedy, logits, policy, prepared, reference_greedy, serving_locally
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.settings import EngineSettings, KvSettings, NdpSettings
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy, policy_names
+from tiermoe.cluster.config import default_model_dir, load_hardware, load_policy
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 from tiermoe.cluster.local import LocalWorker
 
@@ -27,7 +28,7 @@ PROMPTS, PROMPT_TOKENS, TOKENS = 6, 40, 32
 Check = Callable[[list[list[int]]], None]
 # what needs calibration beyond the store's own files (gates, predictors, replicas) is tried on the CPU, in tests/e2e
 NEEDS_MORE = {"pre-gated", "promoe", "static-ndp", "ktransformers"}
-LOSSLESS = sorted(name for name in policy_names() if load_policy(name).lossless and name not in NEEDS_MORE)
+LOSSLESS = sorted(name for name in POLICIES if load_policy(name).lossless and name not in NEEDS_MORE)
 # computed on the NDP worker's cores in float32, whose sums are other ones than the GPU's: the same tokens almost always
 OFF_THE_GPU = {name for name in LOSSLESS if load_policy(name).uses_ndp}
 ON_THE_GPU = [name for name in LOSSLESS if name not in OFF_THE_GPU]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from tiermoe.benchmarks.gpu.run_parts import main as gpu_main
 from tiermoe.benchmarks.papers import module_of
 from tiermoe.benchmarks.replayed import Replayed
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench import bench_commands, cells, run, serving
+from tiermoe.cluster.jobs.bench import bench_commands, run, serving
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
 from tiermoe.cluster.jobs.bench.experiment import (
     Experiment,
@@ -117,26 +116,6 @@ def test_two_policies_side_by_side(tmp_path: Path) -> None:
     assert not journal_file(out).exists()
 
 
-def test_fmoe(tmp_path: Path) -> None:
-    experiment = tiny(
-        "fmoe", {"7:3": ("promoe", "fmoe"), "online": ("fmoe",)},
-        Workload(total_prompts=4, prompt_tokens=16, max_tokens=3, repeats=1,
-                 trace=TraceSizes(tokens=3, learn=3, measure=1, distances=6)),
-        Grid(("0.25",), (16.0,)),
-    )  # fmt: skip
-    report, journal = ran(experiment, tmp_path)
-    assert [path.name for path in tmp_path.glob("*.partial.json")] == ["fmoe.partial.json"]
-    journal.discard()
-    assert not list(tmp_path.glob("*.partial.json"))
-    assert [(row["section"], row["policy"]) for row in report.rows] == [
-        ("7:3", "promoe"), ("7:3", "fmoe"), ("online", "fmoe"),
-    ]  # fmt: skip
-    promoe, fmoe, _ = (row["spread"] for row in report.rows)
-    assert promoe["prefetch_sources.stride.queued"]["median"] > 0
-    assert fmoe["hits"]["median"] + fmoe["misses"]["median"] == promoe["hits"]["median"] + promoe["misses"]["median"]
-    assert "| 0.25 | 16 | promoe |" in (tmp_path / "fmoe.md").read_text()
-
-
 def test_moepic_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moepic, "_RHOS", (0.25,))
     monkeypatch.setattr(moepic, "_OMEGAS", (128,))
@@ -214,42 +193,6 @@ def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_buddymoe_resumes(profiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, out = tmp_path / "config.yaml", tmp_path / "out"
-    config.write_text(f"store: {profiled}\n")  # the whole calibration text takes half a minute
-    out.mkdir()
-    names = ("original", "random", "drop", "cft 0.95, 16 buddies, rho 3, by coactivation", "buddymoe-own-weight")
-    quality = EvaluationOptions(documents=2, prefix=12, continuation=5, rows=1, resamples=50)
-    experiment = tiny(
-        "buddymoe", {"rates": names},
-        Workload(prompt_tokens=24, max_tokens=4, warm=1, repeats=1, quality=quality),
-        Grid(("0.5",), ratios=(2.5,), link=2.0, calibrate="resident"),
-    )  # fmt: skip
-    report, journal = ran(experiment, out, file=str(config))
-    monkeypatch.setattr(run, "calibrate", lambda *a: pytest.fail("measured again"))
-    monkeypatch.setattr(cells, "score_worker", lambda *a: pytest.fail("scored again"))
-    assert ran(experiment, out, file=str(config))[0].rows == report.rows
-    journal.discard()
-    assert {path.name for path in out.iterdir()} == {"buddymoe.json", "buddymoe.md", "buddymoe.png"}
-    of = {row["policy"]: row for row in report.rows}
-    assert tuple(of) == names
-    exact = of["original"]["quality"]
-    assert exact["top1_agreement"] == 1.0
-    assert exact["kl_nats"] < 1e-4
-    assert exact["substitutions"] == exact["dropped"] == 0
-    for name in ("random", *names[3:]):
-        assert of[name]["quality"]["substitutions"] > 0
-    assert of["drop"]["quality"]["dropped"] > 0
-    for row in report.rows:
-        quality = row["quality"]
-        assert quality["tokens"] == 10
-        assert quality["loaded_per_token"] > 0
-        assert quality["picks"] > quality["substitutions"] + quality["dropped"]
-        assert row["spread"]["tpot_s"]["median"] > 0
-    assert len(report.bars) == 16
-    assert {c["verdict"] for c in report.figures["comparisons"]} <= {"better", "tie", "worse"}
-
-
 @pytest.mark.timeout(900)  # it makes replicas where there are none yet
 def test_ndp_and_decode_demands_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("context, full precision", *(f"{placement}, {kind} 3 bits" for placement in ("context", "static")
@@ -310,14 +253,6 @@ def test_a_request_through_ray_is_measured(tmp_path: Path) -> None:
     }  # fmt: skip
     assert service["request", "actor call"] > 0
     assert 0 < service["token, client", "detokenize, run"] < service["token, client", "detokenize, API"]
-
-
-def test_a_model_without_heldout_text_is_refused_at_once(tmp_path: Path) -> None:
-    """Guards against workers that were started before the prompts were read, and kept the process alive."""
-    shutil.copy(default_model_dir() / "tokenizer.json", tmp_path)
-    done = bench("overhead", "--model", tmp_path)
-    assert done.returncode == 2
-    assert "held-out passages" in done.stderr
 
 
 @pytest.mark.timeout(1800)

@@ -68,12 +68,6 @@ def test_every_block_size(rows: int, neurons: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_half_precision_goes_to_the_reference() -> None:
-    fast, _ = kernels(pool_of(1, 2, 8))
-    with pytest.raises(AssertionError, match="the reference was called"):
-        fast.combine(torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(1, 2))
-
-
 def broken(**fields: torch.Tensor | None) -> Operands:
     whole = {"gate_up": torch.zeros(2, 4, 2, 8), "down": torch.zeros(2, 4, 8)}
     return Operands(**{"gate_up_bias": None, "down_bias": None, **whole, **fields})
@@ -100,24 +94,6 @@ def test_unsupported_operands_are_refused(pool: Operands, activation: str) -> No
     assert not CpuKernel.supports(pool, activation)
     with pytest.raises(ValueError, match="does not support"):
         CpuKernel(pool, activation, Forbidden())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("function", "arguments"),
-    [
-        (_cpu.expert_ffn, (0,) * 10),
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0)),  # not a list
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 1, 0)], 1, 1, 1, 0, 0)),
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 0, "0", 1, False)], 1, 1, 1, 0, 0)),
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [(0, 0, 0, 1, 0)], 1, 1, 1, 0, 0)),  # not a bool
-        (_cpu.expert_ffn, (0, 0, 0, 0, 1, [], 1.5, 1, 1, 0, 0)),
-        (_cpu.combine, (0,) * 5),
-        (_cpu.combine, (0, 0, "1", 1, 1, 0)),
-    ],
-)
-def test_the_bindings_refuse_other_types(function: object, arguments: tuple[object, ...]) -> None:
-    with pytest.raises(TypeError):
-        function(*arguments)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

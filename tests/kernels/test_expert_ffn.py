@@ -57,29 +57,6 @@ def test_every_candidate_of_a_class_agrees(name: str) -> None:
         assert_exact(kernel, pool, [rows], [1])
 
 
-def test_strided_hidden_states_and_another_dtype() -> None:
-    pool = pool_of(1, 4, 8)
-    hidden, pairs = torch.randn(3, 16)[:, ::2], torch.arange(3)
-    groups = groups_of([3], [0], 4)
-    found = torch.full((3, 8), float("nan"))
-    kernel_of(pool).run(hidden, pairs, groups, 1, found)
-    assert_near(found, exact(pool, "silu", hidden, pairs, groups, 1))
-    with pytest.raises(AssertionError, match="the reference was called"):
-        kernel_of(pool).run(hidden.double(), pairs, groups, 1, found.double())
-
-
-def test_what_is_supported() -> None:
-    plain = pool_of(2, 4, 8)
-    assert TritonKernel.supports(plain, "silu")
-    assert not TritonKernel.supports(plain, "mish")
-    assert not TritonKernel.supports(plain, None)
-    assert not TritonKernel.supports(Operands(plain.gate_up, plain.down, None, torch.zeros(2, 8)), "silu")
-    assert not TritonKernel.supports(Operands(plain.gate_up[:, :, :1], plain.down, None, None), "silu")
-    assert not TritonKernel.supports(Operands(plain.gate_up, plain.down.double(), None, None), "silu")
-    with pytest.raises(ValueError, match="does not support activation mish"):
-        kernel_of(plain, "mish")
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.bfloat16])
 def test_a_kernel_copies_tables_of_any_type(dtype: torch.dtype) -> None:
     source = torch.arange(1500).to(dtype)

@@ -14,7 +14,7 @@ from form_cases import FORMS, expert_form, floats, form, fused_form, random_expe
 from numpy.typing import NDArray
 
 from tiermoe.errors import FormError
-from tiermoe.kernels.forms import BLOCKS, E4M3, ExpertForm, MatrixForm
+from tiermoe.kernels.forms import BLOCKS, E4M3, MatrixForm
 from tiermoe.kernels.repack import repack_awq, repack_compressed_tensors, repack_gptq
 
 RNG = np.random.default_rng(0)
@@ -259,36 +259,6 @@ def test_experts() -> None:
     apart = expert_form("fp8_block", 256, 128)
     assert apart.nbytes() == 3 * (256 * 128 + 2 * 4)
     assert (apart.hidden, apart.intermediate) == (256, 128)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"kind": "q3_k"}, "no form of weights"),
-        ({"kind": "int"}, "bits of 0"),
-        ({"kind": "int", "bits": 3}, "bits of 3"),
-        ({"kind": "fp8_block", "scale": "I32"}, "scale of 'I32'"),
-        ({"kind": "mxfp4", "group": 16}, "group of 16"),
-        ({"kind": "fp8_block", "group": -1}, "group of -1"),
-        ({"kind": "q4_k", "inputs": 128}, "multiple of 256"),
-        ({"kind": "mxfp4", "zeros": True}, "zeros of True"),
-        ({"kind": "float32", "outputs": 0}, "no weights"),
-    ],
-)
-def test_forms_that_do_not_exist(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(FormError, match=says):
-        MatrixForm(**{"outputs": 8, "inputs": 256, **given})
-
-
-def test_experts_that_do_not_exist() -> None:
-    mxfp4 = MatrixForm("mxfp4", 64, 64)
-    for given in (
-        {"gate": mxfp4}, {"gate": mxfp4, "up": mxfp4, "gate_up": mxfp4}, {"gate_up": mxfp4},
-        {"gate": mxfp4, "up": mxfp4, "bias": "BF16"}, {"gate": mxfp4, "up": mxfp4, "interleaved": True},
-        {"gate_up": MatrixForm("mxfp4", 128, 64), "bias": "U8"},
-    ):  # fmt: skip
-        with pytest.raises(FormError):
-            ExpertForm(down=mxfp4, **given)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -62,16 +62,6 @@ def test_segments_and_other_dtypes_go_to_the_reference() -> None:
     assert len(reference.groups) == 4
 
 
-def test_what_is_supported() -> None:
-    assert GroupedMmKernel.supports(pool_of(1, 8, 8))
-    assert not GroupedMmKernel.supports(pool_of(1, 8, 7))
-    assert not GroupedMmKernel.supports(pool_of(1, 9, 8))
-    assert not GroupedMmKernel.supports(Operands(*(pool_of(1, 8, 8).__dict__[n] for n in ("gate_up", "down")),
-                                                 None, torch.zeros(1, 8)))  # fmt: skip
-    with pytest.raises(ValueError, match="does not support"):
-        kernel_of(pool_of(1, 9, 8), Recording())
-
-
 def test_each_expert_by_the_kernel_of_its_own_rows() -> None:
     few, many = Recording(), Recording()
     kernel = ByRows({"decode": few, "short": many, "prefill": many}, few)

@@ -33,7 +33,7 @@ from tiermoe.kernels import _launch
 from tiermoe.kernels.expert_ffn import Group
 from tiermoe.kernels.triton import launch, tables
 from tiermoe.kernels.triton.expert_ffn import TritonKernel
-from tiermoe.kernels.triton.launch import Launch, address_of
+from tiermoe.kernels.triton.launch import Launch
 
 _NO_CONTEXT, _OUT_OF_MEMORY = 201, 2
 _AT, _SIZES = ctypes.c_void_p, [ctypes.c_uint] * 7
@@ -137,17 +137,6 @@ def test_a_kernel_is_bound_once_for_what_triton_specialises(addressed: Any, reco
     assert len(recorder.calls) == 6
 
 
-def test_floats_are_passed_in_single_precision_and_constants_are_not(addressed: Any, recorder: Recorder) -> None:
-    addressed(launch.Address(64, 0, bytes([3, 0, 1]), 0))
-    recorder.sizes = "fl"
-    launched = Launch(Jit(["scale", "one", "long"], {"long"}))
-    for scale in (0.5, 0.1):
-        launched((1, 1, 1), scale, 1, 1 << 40)
-    ((_, _, _, values, _),) = recorder.calls
-    assert values == [pytest.approx(0.1), 1 << 40]
-    assert launched.known == 1
-
-
 def test_a_refusal_is_heard_and_a_thread_without_a_context_gets_one(addressed: Any, recorder: Recorder) -> None:
     addressed(launch.Address(32, 0, bytes([2]), 0))
     launched = Launch(Jit(["count"], {"count"}))
@@ -163,57 +152,6 @@ def test_a_refusal_is_heard_and_a_thread_without_a_context_gets_one(addressed: A
             launched((1, 1, 1), wrong)
     with pytest.raises(TypeError, match="at most 32"):
         launched((1, 1, 1), *range(33))
-
-
-def test_what_needs_more_than_an_address_is_launched_by_triton(addressed: Any) -> None:
-    addressed(None)
-    jit = Jit(["x", "first", "BLOCK"], {"first"})
-    launched = Launch(jit, BLOCK=32)
-    x = torch.zeros(8)
-    launched((1, 1, 1), x, 3)
-    launched((2, 1, 1), x, 4)
-    assert (len(jit.bound), jit.direct) == (1, [((2, 1, 1), (x, 4, 32))])  # all parameters in order, constants too
-
-
-def test_constants_come_last() -> None:
-    with pytest.raises(ValueError, match="not the last parameters"):
-        Launch(Jit(["x", "A", "B"], set()), A=1)
-    with pytest.raises(ValueError, match="not the last parameters"):
-        Launch(Jit(["x", "A", "B"], set()), B=1, A=1)
-
-
-_PTX = """.visible .entry _k(
-	.param .u64 .ptr .global .align 1 _k_param_0,
-	.param .u32 _k_param_1,
-	.param .u64 .ptr .global .align 1 _k_param_2
-)
-.reqntid 128
-{
-"""
-
-
-def _compiled(ptx: str = _PTX, **changed: Any) -> Any:
-    facts = {
-        "num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "global_scratch_size": 0,
-        "profile_scratch_size": 0, "num_warps": 4, "shared": 8, "target": SimpleNamespace(backend="cuda"),
-    }  # fmt: skip
-    signature = changed.pop("signature", {"x": "*fp32", "n": "i32", "BLOCK": "constexpr"})
-    source = SimpleNamespace(signature=signature)
-    return SimpleNamespace(metadata=SimpleNamespace(**(facts | changed)), src=source, asm={"ptx": ptx})
-
-
-def test_an_address_is_taken_only_where_all_that_was_compiled_agrees() -> None:
-    assert address_of(_compiled(), 2) == (128, 8, bytes([1, 2]), 1)
-    changes: tuple[dict[str, Any], ...] = (
-        {"num_ctas": 2}, {"launch_pdl": True}, {"launch_cooperative_grid": True}, {"global_scratch_size": 1},
-        {"profile_scratch_size": 1}, {"num_warps": 8}, {"target": SimpleNamespace(backend="hip")},
-        {"signature": {"x": "*fp32", "n": "i64", "BLOCK": "constexpr"}}, {"signature": {"x": "*fp32", "n": "u1"}},
-        {"signature": {"x": "tensordesc<fp16[4]>", "n": "i32"}}, {"signature": {"x": "*fp32", "n": "i32", "m": "i32"}},
-        {"ptx": _PTX.replace(".param .u32 _k_param_1", ".param .b8 _k_param_1[4]")}, {"ptx": _PTX + _PTX},
-        {"ptx": _PTX.replace("\t.param .u64 .ptr .global .align 1 _k_param_2", "\t.param .u32 _k_param_2")},
-    )  # fmt: skip
-    for changed in changes:
-        assert address_of(_compiled(**changed), 2) is None, changed
 
 
 def test_every_kernel_is_packed_as_triton_compiles_it(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import experts_of, matrix
+from kernel_cases import experts_of
 
-from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError, Quantized, pack_expert, unpack_expert
+from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, Quantized, pack_expert, unpack_expert
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,64 +72,3 @@ def test_dequantized_with_a_short_last_group() -> None:
     codes = np.array([[1] * 32 + [3]], dtype=np.uint8)
     scales, offsets = np.array([[0.5, 2.0]], dtype=np.float16), np.array([[1.0, -1.0]], dtype=np.float16)
     assert Quantized(codes, scales, offsets, 2, 32).dequantized().tolist() == [[1.5] * 32 + [5.0]]
-
-
-GOOD = {
-    "codes": np.zeros((2, 40), dtype=np.uint8),
-    "scales": np.ones((2, 2), dtype=np.float16),
-    "offsets": np.ones((2, 2), dtype=np.float16),
-    "bits": 2,
-    "group": 32,
-}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"bits": 5}, "no width of 5"),
-        ({"group": 48}, "no group of 48"),
-        ({"codes": np.full((2, 40), 4, dtype=np.uint8)}, "a code is 4"),
-        ({"codes": np.zeros((2, 40), dtype=np.int32)}, "codes must be uint8"),
-        ({"codes": np.zeros(40, dtype=np.uint8)}, "codes must be uint8"),
-        ({"codes": np.zeros((0, 40), dtype=np.uint8)}, "codes must be uint8"),
-        ({"scales": np.ones((2, 1), dtype=np.float16)}, "scales must be float16"),
-        ({"offsets": np.ones((2, 2), dtype=np.float32)}, "offsets must be float16"),
-        ({"scales": np.array([[1, np.inf], [1, 1]], dtype=np.float16)}, "scales are not all finite"),
-        ({"offsets": np.array([[1, np.nan], [1, 1]], dtype=np.float16)}, "offsets are not all finite"),
-    ],
-)
-def test_bad_matrices_are_refused(wrong: dict[str, object], match: str) -> None:
-    Quantized(**GOOD)  # type: ignore[arg-type]
-    with pytest.raises(PackError, match=match):
-        Quantized(**{**GOOD, **wrong})  # type: ignore[arg-type]
-
-
-def test_experts_that_do_not_fit_together_are_refused() -> None:
-    rng = np.random.default_rng(0)
-    gate, up, down = experts_of(1, PackedShape(40, 24, 2, 32), rng)[0]
-    with pytest.raises(PackError, match=r"are not \[I, H\]"):
-        pack_expert(gate, up, gate)
-    with pytest.raises(PackError, match="same bits and group"):
-        pack_expert(gate, matrix(24, 40, 3, 32, rng), down)
-
-
-@pytest.mark.parametrize("change", ["missing", "extra", "shape", "type"])
-def test_other_arrays_are_refused(change: str) -> None:
-    shape = PackedShape(40, 24, 2, 32)
-    arrays = pack_expert(*experts_of(1, shape, np.random.default_rng(0))[0])
-    if change == "missing":
-        del arrays["down"]
-    elif change == "extra":
-        arrays["bias"] = arrays["down"]
-    elif change == "shape":
-        arrays["down"] = arrays["down"][:, :1]
-    else:
-        arrays["down_scales"] = arrays["down_scales"].astype(np.float32)
-    with pytest.raises(PackError, match=r"has the arrays|down"):
-        unpack_expert(arrays, shape)
-
-
-@pytest.mark.parametrize("sizes", [(0, 8), (8, 0), (-1, 8)])
-def test_an_empty_shape_is_refused(sizes: tuple[int, int]) -> None:
-    with pytest.raises(PackError, match="no weights"):
-        PackedShape(*sizes, 4, 64)

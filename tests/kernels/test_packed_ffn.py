@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from kernel_cases import experts_of, stacked
 from numpy.typing import NDArray
 
-from tiermoe.kernels import _cpu
-from tiermoe.kernels.pack import BITS, GROUPS, PackedShape, PackError
+from tiermoe.kernels.pack import BITS, GROUPS, PackedShape
 from tiermoe.kernels.packed_ffn import ACTIVATIONS, FullLayer, PackedLayer, RowGroup, Threads, instruction_sets
 
 POOLS = {(name, count): Threads(count, instruction_set=name) for name in instruction_sets() for count in (1, 2)}
@@ -276,41 +275,3 @@ def test_wrong_arguments_are_refused(wrong: dict[str, object], error: str) -> No
     layer.run(**given)  # type: ignore[arg-type]
     with pytest.raises((ValueError, BufferError), match=error):
         layer.run(**{**given, **wrong})  # type: ignore[arg-type]
-
-
-def test_wrong_types_are_refused() -> None:
-    layer, given = valid()
-    for wrong in ({"groups": 0}, {"groups": [(0, 1)]}, {"groups": [(0, 0.5, 1)]}, {"rows": 7}, {"out": None}):
-        with pytest.raises(TypeError):
-            layer.run(**{**given, **wrong})  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        _cpu.packed_ffn(0)  # type: ignore[call-arg]
-
-
-def test_layers_that_do_not_fit_are_refused() -> None:
-    rng = np.random.default_rng(9)
-    shape = PackedShape(48, 64, 4, 32)
-    arrays = stacked(experts_of(2, shape, rng))
-    with pytest.raises(PackError, match="gate_up must be"):
-        PackedLayer(arrays, PackedShape(48, 64, 3, 32), "silu", BEST)
-    with pytest.raises(PackError, match="down must be"):
-        PackedLayer({**arrays, "down": arrays["down"][:1]}, shape, "silu", BEST)
-    with pytest.raises(PackError, match="C-contiguous"):
-        PackedLayer({n: np.asfortranarray(a) for n, a in arrays.items()}, shape, "silu", BEST)
-    with pytest.raises(PackError, match="no experts"):
-        PackedLayer({n: a[:0] for n, a in arrays.items()}, shape, "silu", BEST)
-    with pytest.raises(ValueError, match="no activation tanh"):
-        PackedLayer(arrays, shape, "tanh", BEST)
-
-    gate_up, down = np.ones((2, 8, 2, 16), np.float32), np.ones((2, 8, 16), np.float32)
-    FullLayer(gate_up, down, "float32", "silu", BEST)
-    with pytest.raises(PackError, match="gate_up must be"):
-        FullLayer(gate_up[:, :, :1], down, "float32", "silu", BEST)
-    with pytest.raises(PackError, match="down must be"):
-        FullLayer(gate_up, down[:, :4], "float32", "silu", BEST)
-    with pytest.raises(PackError, match="must be uint16 for bfloat16"):
-        FullLayer(gate_up, down, "bfloat16", "silu", BEST)
-    with pytest.raises(PackError, match="C-contiguous"):
-        FullLayer(gate_up, np.asfortranarray(down), "float32", "silu", BEST)
-    with pytest.raises(ValueError, match="no kernel for float64"):
-        FullLayer(gate_up, down, "float64", "silu", BEST)

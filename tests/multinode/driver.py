@@ -19,10 +19,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
 
+import ray
+
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.launch import Launch
+from tiermoe.cluster.ray_session import NAMESPACE
 from tiermoe.errors import TierMoeError
 
 
@@ -64,6 +67,10 @@ class Driver:
 
     def ask(self, tell: Callable[..., None], method: str, arguments: list[Any]) -> Any:
         return getattr(self._running, method)(*arguments)
+
+    def health_of(self, tell: Callable[..., None], role: str) -> dict[str, Any]:
+        actor = ray.get_actor(f"{self._running.id}/{role}", namespace=NAMESPACE)
+        return ray.get(actor.health.remote(), timeout=60.0)
 
     def close(self, tell: Callable[..., None]) -> None:
         deployment, self._deployment = self._deployment, None

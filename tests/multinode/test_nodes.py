@@ -108,7 +108,7 @@ class Place:
     def ndp_pairs(self) -> dict[str, int]:
         """Pairs of token and expert that each NDP worker has computed."""
         roles = [name for name in peers(self.runtime.ask("health")) if name.startswith("ndp/")]
-        return {role: self.runtime.ask("actor_health", role)["pairs"] for role in roles}
+        return {role: self.runtime.health_of(role)["pairs"] for role in roles}
 
     def is_well(self, *peers: str) -> None:
         """The lead has its peers again, and the runtime gives the very tokens of the model."""

@@ -1,10 +1,11 @@
 """Every route of the server before real workers in this process, for every shape that a runtime has: the payloads are
-those of their producers. `GET /status` failed with two GPUs because a test had written the plan by hand.
+those of their producers. A route failed with two GPUs because a test had written the plan by hand.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -73,18 +74,6 @@ def a_lost_gpu(tiny: Tiny) -> Iterator[list[Group]]:
         yield groups
 
 
-def actors_of(groups: list[Group]) -> Callable[..., RealLead]:
-    """What Ray finds by the names of actors."""
-    known = {f"r{i}/shard/{j}": shard for i, one in enumerate(groups) for j, shard in enumerate(one.shards, 1)}
-
-    def found(name: str, namespace: str) -> RealLead:
-        if name not in known:
-            raise ValueError(name)
-        return RealLead(known[name])
-
-    return found
-
-
 async def answers(http: httpx.AsyncClient) -> dict[str, httpx.Response]:
     """Of every route that the application has."""
     schema = (await http.get("/openapi.json")).json()
@@ -121,12 +110,9 @@ def answered(
     ),
     ids=lambda made: made.__name__,
 )
-def test_every_route_answers(
-    topology: Callable[[Tiny], Any], tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_route_answers(topology: Callable[[Tiny], Any], tiny: Callable[[str], Tiny]) -> None:
     """Before any request, and behind some."""
     with topology(tiny("olmoe")) as groups:
-        monkeypatch.setattr("ray.get_actor", actors_of(groups))
         leads = {f"r{i}": group.lead for i, group in enumerate(groups)}
         plan = groups[0].lead.plan()
         fresh, used = answered(leads, plan, times=2)
@@ -135,22 +121,15 @@ def test_every_route_answers(
         assert statuses == dict.fromkeys(statuses, 200) | {"/v1/embeddings": 400}, {
             path: response.text for path, response in found.items() if response.status_code >= 400
         }
-    status = used["/status"].json()
-    assert status["fresh"] is True
-    assert len(status["residency"]) == plan["moe_layers"]
     answering = 1 if topology is a_lost_gpu else len(plan["shards"] or [0])
-    assert {link["gpu"] for link in status["links"]} == {f"shard/{i}" for i in range(answering)}
-    resident = sum(state == 2 for layer in status["residency"] for state in layer["states"])
-    assert 0 < resident <= status["experts"]["count"]
-    assert status["experts"]["hits"] + status["experts"]["misses"] > 0
-    assert "tiermoe_expert_hits_total" in used["/metrics"].text
+    page = used["/metrics"].text
+    links = re.findall(r'link_busy_seconds_total\{gpu="(shard/\d)"\}', page)
+    assert sorted(links) == [f"shard/{i}" for i in range(answering)]
+    assert "tiermoe_expert_hits_total" in page
 
 
-def test_every_route_answers_while_a_lead_starts(
-    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_route_answers_while_a_lead_starts(tiny: Callable[[str], Tiny]) -> None:
     """As Ray makes it again behind a server that has run: nothing is loaded, and the plan is that of before."""
-    monkeypatch.setattr("ray.get_actor", actors_of([]))
     store = tiny("olmoe").store
     with two_gpus(tiny("olmoe")) as groups:
         plan = groups[0].lead.plan()
@@ -159,6 +138,4 @@ def test_every_route_answers_while_a_lead_starts(
         (found,) = answered({"r0": lead}, plan, stopping=True)
     statuses = {path: response.status_code for path, response in found.items()}
     assert statuses == dict.fromkeys(statuses, 200) | {"/v1/embeddings": 400} | _WHILE_STARTING
-    status = found["/status"].json()
-    assert (status["fresh"], status["residency"]) == (False, None)
-    assert "the runtime is created" in status["not_ready"]
+    assert "the runtime is created" in found["/ready"].json()["reason"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from orders_reference import Lru
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.core._core import Clock
 from tiermoe.actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted
-from tiermoe.cluster.simulate.arrivals import Arrival, arriving, azure, poisson
+from tiermoe.cluster.simulate.arrivals import Arrival, arriving, azure
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
@@ -43,24 +42,6 @@ def test_queueing_by_hand(trace: Trace) -> None:
     assert served.ttft_s == pytest.approx((1 + 3 + 1) / 3)
     assert served.latency_s[0] == pytest.approx(3)
     assert served.tpot_s == pytest.approx(1)
-
-
-def test_a_batch_admits_who_has_arrived(trace: Trace) -> None:
-    """With room for two, the second joins at 1 s, when the first forward has ended."""
-    engine = SimulatedEngine(trace.header, FREE, Budget(share=1.0), Policies(Lru()))
-    served = serve(engine, trace.requests(), 2, None, [Arrival(0), Arrival(0.5), Arrival(0.75)])
-    assert served.queue_s == pytest.approx((0 + 0.5 + 2.25) / 3)  # the third waits until the first ends, at 3 s
-    assert served.wall_s == pytest.approx(6)
-
-
-def test_a_rate_is_poisson() -> None:
-    times = [arrival.at_s for arrival in islice(poisson(4.0, seed=1), 4001)]
-    gaps = np.diff(times)
-    assert times[0] == 0
-    assert gaps.mean() == pytest.approx(0.25, rel=0.05)
-    assert gaps.std() == pytest.approx(0.25, rel=0.05)  # an exponential's deviation is its mean
-    with pytest.raises(ConfigError, match="rate"):
-        poisson(0)
 
 
 def test_an_azure_file(trace: Trace, tmp_path: Path) -> None:

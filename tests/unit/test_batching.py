@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import sys
@@ -23,7 +22,6 @@ from tiny_models import VOCAB, tiny_config
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors import gpu_worker
-from tiermoe.actors.engine.serving import batching
 from tiermoe.actors.engine.serving.batcher import Batcher
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
@@ -52,18 +50,6 @@ def streams() -> Streams:
 
 def asked(name: str = "r", prompt: tuple[int, ...] = (5, 6), **sampling: Any) -> GenerationRequest:
     return GenerationRequest(name, prompt, SamplingParams(**{"max_tokens": 8, **sampling}))
-
-
-def test_events_hold_what_is_new_in_order(streams: Streams) -> None:
-    stream = streams.open(asked())
-    streams.deliver(stream.name, [10])
-    streams.deliver(stream.name, [11, 12])
-    streams.finish(stream.name, [13])
-    events = list(stream)
-    assert [event.token_ids for event in events] == [(10,), (11, 12), (13,)]
-    assert [event.finish for event in events] == [None, None, "length"]
-    assert {event.request_id for event in events} == {"r"}
-    assert len(streams) == 0
 
 
 def test_the_type_of_an_error_of_ours_goes_with_its_text(streams: Streams) -> None:
@@ -169,24 +155,6 @@ def test_the_models_positions_bound_a_request_as_well_as_the_kv_cache() -> None:
     cache_is_tighter.open(asked(prompt=(5,) * 12))
 
 
-def test_an_id_in_use_is_refused(streams: Streams) -> None:
-    stream = streams.open(asked())
-    with pytest.raises(RequestError, match="id r is in use"):
-        streams.open(asked())
-    streams.finish(stream.name, [10])  # the first is not disturbed
-    assert [event.token_ids for event in stream] == [(10,)]
-    streams.open(asked())
-
-
-def test_close_cancels_everything_and_refuses_more(streams: Streams) -> None:
-    opened = [streams.open(asked(name)) for name in "abc"]
-    streams.close()
-    streams.close()
-    assert [[event.finish for event in stream] for stream in opened] == [["cancelled"]] * 3
-    with pytest.raises(RuntimeFailure, match="stopped"):
-        streams.open(asked())
-
-
 PROMPTS = [(5, 6, 7), tuple(range(10, 21)), tuple(range(30, 60)), (9,)]
 TOKENS = 24
 LONG = 9 * TOKENS  # nearly as many as the model has positions: not over before a busy machine cancels it
@@ -250,17 +218,6 @@ def test_requests_in_flight_together(workers: dict[str, GpuWorker], expected: li
 
 
 @BOTH
-def test_a_long_prompt_is_prefilled_in_pieces(
-    workers: dict[str, GpuWorker], expected: list[list[int]], batching: str
-) -> None:
-    prompt = tuple(3 + i % 100 for i in range(150))  # max_batch_tokens is 64
-    request = GenerationRequest("long", prompt, SamplingParams(4, ignore_eos=True))
-    long, short = generate(workers[batching], [request, numbered(0)])
-    assert len(long.token_ids) == 4
-    assert short.token_ids == expected[0][:TOKENS]
-
-
-@BOTH
 def test_each_request_has_its_own_sampling(
     workers: dict[str, GpuWorker], expected: list[list[int]], batching: str
 ) -> None:
@@ -297,9 +254,7 @@ def test_a_request_resumes_after_the_tokens_of_an_earlier_lead(
         assert tuple(token for event in part for token in event.token_ids) == tokens[known:]
         assert part[-1].finish == "length"
         assert not any(event.prompt_logprobs for event in part)
-        before, after = (
-            [scored for event in events for scored in event.logprobs] for events in (whole, part)
-        )
+        before, after = ([scored for event in events for scored in event.logprobs] for events in (whole, part))
         assert [s.token_id for s in after] == [s.token_id for s in before[known:]]
         assert [s.logprob for s in after] == pytest.approx([s.logprob for s in before[known:]], abs=1e-4)
 
@@ -379,15 +334,6 @@ def test_a_bad_request_does_not_harm_others(
         worker.submit(bad)
     assert gathered(stream).token_ids == expected[0][:TOKENS]
     assert worker.health()["state"] == "serving"
-
-
-@BOTH
-def test_generate_cancels_when_its_consumer_leaves(workers: dict[str, GpuWorker], batching: str) -> None:
-    worker = workers[batching]
-    events = worker.generate(numbered(0, "left", max_tokens=4 * TOKENS))
-    assert next(events).token_ids
-    events.close()
-    assert worker.cancel("left") is False
 
 
 @BOTH
@@ -659,9 +605,7 @@ def test_requests_that_together_exceed_the_kv_cache_give_way_and_finish(
 
 @pytest.mark.usefixtures("copies_in_python")  # those of the link's thread cannot fail
 @BOTH
-def test_a_failing_engine_ends_every_stream_and_says_so(
-    mixtral_store: Any, batching: str
-) -> None:
+def test_a_failing_engine_ends_every_stream_and_says_so(mixtral_store: Any, batching: str) -> None:
     both = threading.Event()  # are submitted: the first fails within microseconds, and then none is taken
     with serving(mixtral_store, settings(0.25, kv=kv(batching))) as worker:
 
@@ -762,14 +706,3 @@ def test_the_failure_of_a_policy_is_said_as_it_is(
                     call()
     finally:
         del sys.modules["late_policy"]
-
-
-@pytest.mark.parametrize(("error", "logged"), [(PolicyError("p failed", "mend it"), False), (KeyError("ours"), True)])
-def test_what_is_reported_in_a_line_is_not_logged_with_a_traceback(error: Exception, logged: bool) -> None:
-    """The error of a user's policy was a traceback of transformers' loop beside our line."""
-    try:
-        raise error
-    except Exception:
-        record = logging.LogRecord("x", logging.ERROR, "f", 1, "Error in generation loop", (), sys.exc_info())
-    assert batching._is_unreported(record) is logged
-    assert batching._is_unreported(logging.LogRecord("x", logging.ERROR, "f", 1, "m", (), None))

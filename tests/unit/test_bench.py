@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,6 @@ from tiermoe.cluster.jobs.bench.metrics import (
     Report,
     Spread,
     interleaved,
-    median_ratio,
-    ratio,
-    rows_of,
 )
 from tiermoe.cluster.jobs.bench.serving import overridden
 from tiermoe.cluster.jobs.local_worker import run_config
@@ -45,34 +41,6 @@ def test_cases_take_turns_and_warm_up_rounds_do_not_count() -> None:
     assert results["a"]["n"] == Spread(median=3.0, minimum=2.0, maximum=4.0, values=(2.0, 3.0, 4.0))
 
 
-@pytest.mark.parametrize(
-    ("value", "op", "limit", "ok"),
-    [
-        (1.0, "<=", 1.0, True), (1.01, "<=", 1.0, False), (1.0, "<", 1.0, False), (2.0, ">=", 2.0, True),
-        (2.0, ">", 2.0, False), (ratio(0.0, 0.0), "<=", 1.0, False),  # an empty measurement holds no bar
-    ],
-)  # fmt: skip
-def test_bars(value: float, op: str, limit: float, ok: bool) -> None:
-    assert Bar("b", value, op, limit).ok is ok
-    assert math.isnan(ratio(1.0, 0.0))
-
-
-def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
-    of, base = Spread.of([2.0, 9.0, 4.0]), Spread.of([1.0, 3.0, 4.0])
-    assert median_ratio(of, base) == 2.0  # of 2, 3 and 1; the medians' own ratio is 4 / 3
-    assert math.isnan(median_ratio(of, Spread.of([1.0, 0.0, 4.0])))
-
-
-def test_the_report_is_one_json_object_of_the_stated_form() -> None:
-    rows = rows_of({"a": {"m_s": Spread.of([1.0, 3.0])}}, batch=2)
-    report = Report("x", "emulated", rows, [Bar("b", 2.0, "<=", 1.0)])
-    found = json.loads(json.dumps(report.as_dict()))
-    assert {"name", "hardware", "executor", "versions", "rows", "bars"} <= found.keys()
-    spread = {"median": 2.0, "minimum": 1.0, "maximum": 3.0, "values": [1.0, 3.0]}
-    assert found["rows"] == [{"case": "a", "batch": 2, "measure": "m_s", **spread}]
-    assert found["bars"] == [{"name": "b", "value": 2.0, "op": "<=", "limit": 1.0, "ok": False}]
-
-
 @pytest.mark.parametrize(("arguments", "code"), [(["--json"], 0), (["--json", "--check"], 1)])
 def test_only_check_turns_a_missed_bar_into_an_exit_code(
     arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch
@@ -82,15 +50,6 @@ def test_only_check_turns_a_missed_bar_into_an_exit_code(
     done = CliRunner().invoke(bench_commands.bench_app, ["ttft", *arguments])
     assert done.exit_code == code
     assert json.loads(done.stdout)["bars"][0]["ok"] is False
-
-
-def test_out_has_the_same_object_as_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(serving, "ttft", lambda *_: Report("ttft", "emulated"))
-    out = tmp_path / "out.json"
-    done = CliRunner().invoke(bench_commands.bench_app, ["ttft", "--json", "--out", str(out)])
-    assert done.exit_code == 0
-    assert json.loads(out.read_text()) == json.loads(done.stdout)
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 @pytest.mark.parametrize("words", [["--json", "extra"], ["--json", "a.json", "b.json"], ["--jsn", "a.json"]])
@@ -116,14 +75,6 @@ def test_every_benchmark_takes_the_common_options() -> None:
         assert {"out", "as_json", "check"} <= options, name
         assert ("config" in options) == (name in SERVING), name
         assert info.cls is JsonCommand, name
-
-
-def test_json_has_no_nan() -> None:
-    rows = [{"a": math.nan, "spread": {"b": (1.0, math.nan)}}]
-    report = Report("x", "emulated", rows, [Bar("b", math.nan, "<=", 1.0)])
-    found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
-    assert found["rows"] == [{"a": None, "spread": {"b": [1.0, None]}}]
-    assert (found["bars"][0]["value"], found["bars"][0]["ok"]) == (None, False)
 
 
 def test_keys_that_a_benchmark_sets_itself_are_named(tmp_path: Path) -> None:

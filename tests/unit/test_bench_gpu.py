@@ -10,17 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tiermoe.actors.engine.host_view import Asked, operands_of
 from tiermoe.benchmarks.gpu import build, checks, page, run_parts
-from tiermoe.benchmarks.gpu.models import REAL
-from tiermoe.benchmarks.gpu.routing import Replay, RoutingTrace
 from tiermoe.benchmarks.gpu.run_parts import Part, Record
 from tiermoe.cluster.jobs.bench.metrics import fill_tables
-from tiermoe.errors import ConfigError
 
 _ROOT = run_parts.ROOT
 PART = Part("machine", 30)
@@ -72,39 +67,6 @@ def test_parts_without_time_are_named_and_other_parts_stay(tmp_path: Path) -> No
     assert "a note" in (tmp_path / "gpu.md").read_text()
 
 
-def test_a_later_call_runs_what_the_earlier_one_had_no_time_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its cells stay; what is measured anew, such as the link's peak, does not."""
-    cells = [{"kind": "peaks", "h2d_gbps": 1.0}, {"kind": "decode", "preset": "moepic", "budget": 0.5, "batch": 1}]
-    found = {"rows": cells, "checks": [], "goals": [], "notes": [], "outcome": "done", "seconds": 1.0}
-    parts = {"qwen": found | {"notes": [f"qwen: {run_parts.NO_TIME} for drop at 0.5"]}, "machine": found}
-    before = {"device": "cpu", "sizes": "real", "device_name": run_parts._device_name("cpu"), "parts": parts}
-    (tmp_path / "gpu.json").write_text(json.dumps(before))
-    begun: list[Any] = []
-
-    def child(part: Part, plan: run_parts.Plan, limit_s: float, earlier: Any) -> dict[str, Any]:
-        begun.append((part.name, earlier))
-        return found
-
-    monkeypatch.setattr(run_parts, "_child", child)
-    wanted = (PART, Part("qwen", 30))
-    run_parts.run_all(run_parts.Plan(tmp_path, "cpu", "real", wanted, 60.0, resume=True), lambda text: None)
-    assert begun == [("qwen", parts["qwen"])]
-    record = Record("qwen", None)
-    record.resume(parts["qwen"])
-    assert record.rows == cells[1:]
-    assert record.notes == []
-
-
-def test_time_that_earlier_parts_left_goes_to_the_later_ones() -> None:
-    parts = [Part(name, seconds) for name, seconds in (("a", 10.0), ("b", 30.0), ("c", 20.0))]
-    assert run_parts.limit_of(parts, 50.0) == 10.0  # less than all together: what each has, as long as there is some
-    assert run_parts.limit_of(parts, 90.0) == 20.0
-    assert run_parts.limit_of(parts[2:], 90.0) == 90.0
-    assert run_parts.limit_of(parts[1:], 15.0) == 15.0
-
-
 def test_failures_are_checks_and_not_goals_and_on_the_stand_in_not_speed(tmp_path: Path) -> None:
     record = Record("machine", tmp_path / "r.json")
     record.check("fast", 1.0, "<=", 2.0)
@@ -127,15 +89,6 @@ def test_the_page_without_data_claims_nothing() -> None:
     bare = _rendered(TEXT, None)
     assert bare.count("\nNot run yet.\n") == len(blocks)
     assert bare == TEXT or (_ROOT / "docs/results/gpu.json").exists()
-
-
-def test_unknown_parts_and_a_missing_gpu_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no part 'qwne'"):
-        run_parts.chosen_parts("qwne")
-    assert [part.name for part in run_parts.chosen_parts("loads,machine")] == ["machine", "loads"]
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="no CUDA device"):
-            run_parts.device_of("cuda")
 
 
 def test_missing_packages_and_the_extensions_to_build_are_known_without_the_package() -> None:
@@ -185,49 +138,6 @@ def test_no_part_imports_ray_or_typer() -> None:
     assert set(done.stdout.split()) == {part.name for part in run_parts.PARTS}
 
 
-def test_real_shapes_are_the_published_ones() -> None:
-    """Bytes of an expert, experts of a layer, experts per token, and MoE layers, as published."""
-    sizes = {
-        name: (shape.expert.nbytes(2), shape.experts, shape.top_k, shape.layers - shape.dense_layers)
-        for name, shape in REAL.items()
-    }
-    assert sizes == {
-        "mixtral": (336 << 20, 8, 2, 32), "qwen": (3 * 2048 * 1408 * 2, 60, 4, 24),
-        "deepseek": (3 * 2048 * 1408 * 2, 64, 6, 26), "qwen3": (3 * 2048 * 768 * 2, 128, 8, 48),
-    }  # fmt: skip
-
-
-def test_a_replay_answers_for_the_present_and_for_later_layers() -> None:
-    logits = np.random.default_rng(0).normal(size=(6, 3, 8)).astype(np.float32)
-    trace = RoutingTrace(np.argsort(-logits, axis=2)[:, :, :2], logits, (logits,))  # foreseen as it comes
-    weights = [torch.randn(8, 4) for _ in range(3)]
-    replay = Replay(trace, weights, torch.device("cpu"), torch.float32)
-    modules = [torch.nn.Module() for _ in range(3)]
-    for module in modules:
-        module.forward = lambda hidden, ids, weights: (ids, weights)  # type: ignore[method-assign]
-    replay.attach(modules)
-    replay.begin(2, 1)
-    hidden = torch.randn(1, 4)
-    ids, chosen = modules[1](hidden, torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
-    assert ids.tolist() == [trace.ids[2, 1].tolist()]
-    assert chosen.sum().item() == pytest.approx(1.0)
-    probes = replay.probes()
-    for layer, token in ((1, 2), (2, 2), (0, 3)):  # this layer; the next, foreseen; the next token's first
-        asked = Asked(probes[layer], False)
-        scores = probes[layer](hidden)
-        assert set(scores.topk(2)[1][0].tolist()) == set(trace.ids[token, layer].tolist())
-        operands = operands_of(asked, 1)  # of a kernel, which are the present token's alone
-        assert operands is not None
-        weight, bias, count, softmax = operands
-        assert bias is not None
-        torch.testing.assert_close(torch.addmm(bias[None], hidden, weight.t()), scores)
-        assert (count, softmax, operands_of(asked, 2)) == (1, False, None)
-    with pytest.raises(ValueError, match="has 6 tokens"):
-        replay.begin(6, 1)
-    replay.close()
-    assert modules[0](hidden, "as", "given") == ("as", "given")
-
-
 @pytest.mark.parametrize(
     ("test", "left_s", "why"),
     [
@@ -250,21 +160,3 @@ def test_a_test_file_that_does_not_end_has_failed(
     assert why in record.notes[0]
     found = record.as_dict() | {"outcome": "done"}
     assert run_parts.failures({"parts": {"tests": found}}, (Part("tests", 1),)) == ["test_it.py: ran to its end"]
-
-
-def test_an_error_of_a_case_costs_that_case_only() -> None:
-    record = Record("qwen", None)
-    with record.trying("a refusal", must_run=True):
-        raise ConfigError("it is too large", "make it smaller")
-    with record.trying("a reference"):
-        raise ValueError("it does not run")
-    assert record.checks == []
-    with record.trying("a cell", must_run=True):
-        raise ValueError("it does not run")
-    assert [(check["name"], check["ok"]) for check in record.checks] == [("a cell: ran", False)]
-    assert [note.split(":")[0] for note in record.notes] == ["a refusal", "a reference failed", "a cell failed"]
-    with pytest.raises(RuntimeError, match="CUDA error"), record.trying("a fault"):  # the context is gone
-        raise RuntimeError("CUDA error: an illegal access")
-    context = run_parts.Context(torch.device("cpu"), "toy", time.monotonic() + 60.0, _ROOT)
-    assert (record.has_time(context, 5.0, "short"), record.has_time(context, 600.0, "long")) == (True, False)
-    assert record.notes[-1] == f"long: {run_parts.NO_TIME}"

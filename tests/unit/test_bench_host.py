@@ -6,39 +6,9 @@ import pytest
 
 from tiermoe.actors.engine import engine, make_device
 from tiermoe.actors.engine.executors import executor_of
-from tiermoe.actors.engine.host_times import PARTS, STEP_PARTS, HostPass, HostStep
 from tiermoe.benchmarks import host as host_bench
 from tiermoe.benchmarks.cases import Host, HostDevice
-from tiermoe.benchmarks.host import by_part, host
-
-
-def _step(dense_us: float, *layers: tuple[float, float, float]) -> HostStep:
-    """layers: microseconds of (kernels, copies, plan) of each."""
-    passes = [
-        HostPass(i, 1, dict.fromkeys(PARTS, 0.0) | {"kernels": k * 1e-6, "copies": c * 1e-6, "plan": p * 1e-6})
-        for i, (k, c, p) in enumerate(layers)
-    ]
-    return HostStep(1, dict.fromkeys(STEP_PARTS, 0.0) | {"dense": dense_us * 1e-6}, tuple(passes))
-
-
-def test_a_layer_has_medians_over_steps_and_a_token_means_that_add_up() -> None:
-    usual, odd = [(10, 5, 2), (20, 0, 4)], [(10, 0, 2), (20, 0, 40)]
-    timed = [_step(100, *usual), _step(200, *usual), _step(600, *odd)]
-    cpu = [_step(90, (9, 0, 2), (18, 0, 3))]
-    kinds = {"totals": timed, "parts": timed, "CPU totals": cpu, "CPU parts": cpu}
-    found, spread = by_part(kinds, {"totals": 360e-6, "plain": 350e-6})
-    assert found["layer", "host"] == pytest.approx(3.0)  # of 3, 3 and 21
-    assert found["layer", "kernels"] == pytest.approx(15.0)
-    assert found["layer, by part", "copies"] == pytest.approx(2.5)
-    assert found["layer, CPU", "host"] == pytest.approx(2.5)
-    assert found["token", "dense"] == pytest.approx(300.0)
-    assert found["token", "layers, host"] == pytest.approx((6 + 6 + 42) / 3)
-    assert found["token", "layers, waits for copies"] == pytest.approx(10 / 3)
-    assert found["token", "sum"] == pytest.approx(300 + 18 + 10 / 3 + 30)
-    assert found["token", "rest"] == pytest.approx(360 - found["token", "sum"])
-    assert found["token", "measured without timing"] == pytest.approx(350)
-    assert ("token, CPU", "rest") not in found
-    assert (spread["host"]["minimum"], spread["host"]["maximum"]) == (pytest.approx(3.0), pytest.approx(21.0))
+from tiermoe.benchmarks.host import host
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ import pytest
 from tiermoe.benchmarks import serving
 from tiermoe.benchmarks.cases import Scale, Ttft
 from tiermoe.benchmarks.kernels import FULL, PUBLISHED, measured
-from tiermoe.benchmarks.serving import VARIANTS, Variant, scale, scale_bars, scale_row, ttft
-from tiermoe.cluster.jobs.bench.metrics import Spread
+from tiermoe.benchmarks.serving import VARIANTS, Variant, scale, ttft
 from tiermoe.errors import CheckpointError, ConfigError
 
 _TWO = Variant(2, "per-GPU")
@@ -22,28 +21,6 @@ def test_budgets_are_equal_in_total_or_each() -> None:
         (2, "per-GPU"): 0.125, (4, "per-GPU"): 0.125,
     }  # fmt: skip
     assert all(c.cluster.shards == k[0] and c.cluster.ownership == "expert" for k, c in budgets.items())
-
-
-def _found(waits_s: list[float], *loaded: list[float]) -> dict[str, Spread]:
-    measures = {"io_path_s": waits_s, "link_path_s": waits_s}
-    measures |= {f"{what}_{gpu}": values for what in ("bytes_loaded", "needed") for gpu, values in enumerate(loaded)}
-    return {name: Spread.of(values) for name, values in measures.items()}
-
-
-def test_bars_fail_where_a_gpu_loads_more_or_nothing_is_gained() -> None:
-    balanced = {v.name: _found([1.0 / v.gpus] * 2, *([[10.0, 12.0]] * v.gpus)) for v in VARIANTS}
-    assert [bar.ok for bar in scale_bars(1, balanced)] == [True] * 5
-    uneven = balanced | {_TWO.name: _found([0.7, 0.7], [10.0, 12.0], [8.0, 11.0])}
-    assert [bar.ok for bar in scale_bars(1, uneven)] == [True, True, False, True, False]
-    idle = balanced | {_TWO.name: _found([0.0, 0.0], [0.0, 0.0], [0.0, 0.0])}  # no bar holds on that
-    assert [bar.ok for bar in scale_bars(1, idle)] == [True, True, False, True, False]
-
-
-def test_bytes_are_added_up_over_rounds_and_times_compared_within_them() -> None:
-    one, two = _found([1.0, 4.0, 9.0], [6.0] * 3), _found([1.0, 2.0, 3.0], [1, 2, 3], [3, 2, 1])
-    row = scale_row(8, _TWO, {VARIANTS[0].name: one, _TWO.name: two})
-    assert (row["bytes_loaded"], row["bytes_max_min"]) == ([6.0, 6.0], 1.0)
-    assert (row["io_path_s"], row["io_path_gain"]) == (2.0, 2.0)
 
 
 @pytest.mark.slow

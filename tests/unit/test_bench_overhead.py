@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +13,7 @@ from serving import reference_greedy
 from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from tiermoe.benchmarks import overhead
-from tiermoe.benchmarks.cases import Against, Overhead
 from tiermoe.benchmarks.llama import LlamaCpp, missing, write_gguf
-from tiermoe.cluster.jobs.bench import serve
-from tiermoe.cluster.jobs.bench.cases import Serve
-from tiermoe.cluster.jobs.bench.metrics import Case
 from tiermoe.errors import UnsupportedModelError
 
 
@@ -68,37 +61,3 @@ def test_llama_cpp_gives_the_model_s_tokens(checkpoint: Path, tmp_path: Path) ->
             measures, tokens = runner.generate(prompt, 6)
             assert tokens == expected[prompt]
             assert measures["tpot_s"] > 0
-
-
-def test_llama_cpp_that_is_not_installed_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was a missed bar: `tokens of 96 that are llama.cpp's: 0`."""
-    worker = SimpleNamespace(submit=None, stats=lambda: SimpleNamespace(executor="emulated"), close=lambda: None)
-    monkeypatch.setattr(overhead, "missing", lambda: ["llama_cpp"])
-    monkeypatch.setattr(overhead, "start_worker", lambda config: worker)
-    monkeypatch.setattr(overhead, "heldout_prompts", lambda *a: [(1, 2)])
-    monkeypatch.setattr(overhead, "serve", lambda *a: ({"ttft_s": 0.1, "tpot_s": 0.01}, [[1, 2, 3]]))
-    monkeypatch.setattr(overhead, "_layers", lambda *a: pytest.fail("it is measured alone"))
-    against = (Against.LLAMA_CPP, Against.LAYERS)
-    report = overhead.overhead(Overhead(against=against, pairs=2), None)
-    assert [bar.name.partition(",")[0] for bar in report.bars] == ["tpot over all-resident"]
-    assert report.ok
-    (said,) = report.as_dict()["not_measured"]
-    assert said.startswith("llama.cpp, without llama_cpp: pip install")
-
-
-def test_a_server_that_lacks_packages_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "_has_peer", lambda: False)
-    monkeypatch.setattr(serve, "_transformers", lambda *a: pytest.fail("started"))
-    monkeypatch.setattr(serve, "_tiermoe", lambda *a: nullcontext("http://here"))
-    monkeypatch.setattr(serve, "heldout_prompts", lambda *a, **k: [(1, 2)])
-
-    def case(name: str, url: str, model: str, streams: int, options: Any, texts: Any, answers: Any) -> Case:
-        answers[name, streams] = [serve.Answered([0.1, 0.2], 2)] * 8
-        return Case(name, lambda: {"tokens_per_s": float(streams)})
-
-    monkeypatch.setattr(serve, "_case", case)
-    report = serve.serve(Serve(streams=(1, 8), repeats=1, requests=1), None)
-    assert [bar.name for bar in report.bars] == ["tiermoe 0.25: tokens/s of 8 streams over one"]
-    assert report.ok
-    assert {row["server"] for row in report.rows} == {"tiermoe 0.25", "tiermoe 0.5"}
-    assert "not_measured" in report.as_dict()

@@ -29,8 +29,6 @@ from tiermoe.actors.policies.buddymoe.buddies import (
     entropy_counts,
     entropy_threshold,
     output_shares,
-    renormalised,
-    warmup_weights,
 )
 
 E, K = 7, 3
@@ -60,17 +58,6 @@ def test_counts_are_those_of_the_definition(top: int) -> None:
             least = [min(shares[t][list(ids[t]).index(i)], shares[t][list(ids[t]).index(j)]) for t in both]
             expected = sum(weight[t] * share for t, share in zip(both, least, strict=True))
             assert counts.weighted[i, j] == pytest.approx(expected)
-
-
-def test_warm_up_steps_count_less() -> None:
-    assert warmup_weights(np.arange(5), 2, 0.25).tolist() == [0.25, 0.25, 1, 1, 1]
-    assert warmup_weights(np.arange(3), 0, 0.0).tolist() == [1, 1, 1]
-
-
-def test_shares_of_the_picked_experts_sum_to_one() -> None:
-    found = renormalised(np.array([[0.2, 0.6], [0.0, 0.0]], np.float16))
-    assert found[0] == pytest.approx([0.25, 0.75], abs=1e-3)
-    assert found[1].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.5])
@@ -113,33 +100,9 @@ def test_equations_5_and_6(seed: int, alpha: float, most: int, epsilon: float) -
         assert bool(counts.activations[i]) == bool(expected)  # t_i >= 1 for any i with nonzero activity
 
 
-def test_equal_shares_go_by_number() -> None:
-    q = np.array([[[0.0, 0.25, 0.25, 0.25, 0.25], [0.5, 0, 0, 0, 0.5], [0.2, 0.4, 0, 0.4, 0], [0] * 5, [0] * 5]])
-    table = buddy_table(q, (0.5,), 5)
-    assert [table.buddies(0, i) for i in range(5)] == [[1, 2], [0], [1, 3], [], []]
-
-
 def test_rounding_does_not_lengthen_a_list_of_alpha_1() -> None:
     ranked = np.array([[0.1] * 10 + [0.0] * 3])  # ten times 0.1 is less than 1
     assert buddy_sizes(ranked, 1.0, 99).tolist() == [10]
-
-
-def test_experts_never_picked_and_experts_picked_alone() -> None:
-    counts = Coactivations(4)
-    counts.add(np.array([[0], [2]]), np.ones((2, 1)))  # top-1: nobody is picked with another
-    for epsilon in (0.0, 1.0):
-        q = coactivation_shares(counts.binary, counts.activations, epsilon)
-        assert q[0].tolist() == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
-        assert not q[1].any()
-        assert not q[3].any()
-        table = buddy_table(q[None], (0.1,), 16)
-        assert [table.buddies(0, i) for i in range(4)] == [[1], [], [0], []]
-
-
-def test_a_single_expert_has_no_buddy() -> None:
-    table = buddy_table(np.zeros((1, 1, 1)), (0.9,), 16)
-    assert table.buddies(0, 0) == []
-    assert table.ids.tolist() == [[[0]]]
 
 
 def test_each_layer_has_its_alpha() -> None:
@@ -207,13 +170,6 @@ def test_similarity_of_outputs() -> None:
             )
 
 
-def test_outputs_of_experts_without_inputs() -> None:
-    nothing = Outputs(np.zeros((1, 2, 2)), np.zeros((1, 2, 2)))
-    assert not nothing.cosine().any()
-    assert not nothing.scale().any()
-    assert (nothing.error() == 1).all()
-
-
 def test_rankings() -> None:
     profile = _profile()
     for by in ("coactivation", "output", "blend"):
@@ -245,11 +201,6 @@ def test_equation_1(temperature: float) -> None:
     assert activating_entropy(shares, temperature) == pytest.approx(expected)
 
 
-def test_entropy_at_its_ends() -> None:
-    assert activating_entropy(np.array([[1.0, 0.0], [0.5, 0.5]])).tolist() == [0, 1]
-    assert activating_entropy(np.ones((2, 1))).tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("percentile", [0, 10, 15, 50, 100])
 def test_tau_is_a_percentile(percentile: float) -> None:
     _, shares = _routing(2000, 6)
@@ -263,11 +214,3 @@ def test_tau_is_a_percentile(percentile: float) -> None:
     assert entropy_threshold(counts, 50, 0.95) == pytest.approx(
         (entropy_threshold(counts, 50, 0.9) + entropy_threshold(counts, 50, 1.0)) / 2
     )
-
-
-def test_tau_out_of_range() -> None:
-    counts = np.zeros((len(TEMPERATURES), BINS))
-    assert entropy_threshold(counts, 50) == 0
-    for wrong in ({"percentile": 101}, {"percentile": 10, "temperature": 0.5}):
-        with pytest.raises(ValueError, match=list(wrong)[-1]):
-            entropy_threshold(counts, **wrong)

@@ -134,11 +134,6 @@ def test_batches_of_any_shape(rows: int, width: int, experts: int, data: st.Data
     assert all(_same(getattr(message, f.name), getattr(back, f.name)) for f in fields(message))
 
 
-def test_an_array_that_is_not_contiguous_is_copied() -> None:
-    turned = np.arange(16, dtype=_F32).reshape(8, 2).T
-    assert _same(turned, getattr(_message(_bytes(replace(batch(), hidden=turned))), "hidden"))  # noqa: B009
-
-
 _i32 = np.int32
 BAD: list[tuple[str, Message]] = [
     ("experts of 1", replace(batch(), bits=np.array([1], np.uint8))),

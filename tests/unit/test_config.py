@@ -16,6 +16,7 @@ from commands import Command
 from fakes import FAKE_FACTS
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_presets import POLICIES
 from pydantic import BaseModel
 from serving import policy, settings
 
@@ -34,7 +35,6 @@ from tiermoe.cluster.config import (
     load_hardware,
     load_policy,
     load_run_config,
-    policy_names,
 )
 from tiermoe.cluster.jobs.keys import filled, keys
 from tiermoe.cluster.jobs.options import RUNTIME, Policy, check_budget, with_options
@@ -69,8 +69,8 @@ def test_any_text_is_a_budget_or_a_typed_error(text: str) -> None:
 
 
 def test_presets_are_valid_and_carry_their_file_name() -> None:
-    assert {"all-resident", "next-gate", "on-demand", "context-ndp-3bit", "monde"} <= set(policy_names())
-    assert all(load_policy(name).name == name and load_policy(name).description for name in policy_names())
+    assert {"all-resident", "next-gate", "on-demand", "context-ndp-3bit", "monde"} <= set(POLICIES)
+    assert all(load_policy(name).name == name and load_policy(name).description for name in POLICIES)
     for path in (configs_dir() / "clusters").glob("*.yaml"):
         engine_settings(load_run_config(str(path)))
     assert load_run_config("laptop") == RunConfig(device="cpu")

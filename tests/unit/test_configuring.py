@@ -13,18 +13,15 @@ import traces
 from cache_rigs import tops_and_bottoms
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.engine.passes import Passed
 from tiermoe.actors.engine.split import Configuring, Recorder, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
 from tiermoe.actors.policies.moepic.split import SplitOptions
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.cluster.jobs.replay import Replay, replay_policy, with_prefetch
-from tiermoe.cluster.report.status_tables import configurator_rows
-from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, context_of, first_split, neurons_of
+from tiermoe.cluster.jobs.replay import Replay, with_prefetch
+from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, context_of, first_split
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.errors import BudgetError, ConfigError, TraceError
 
 WAIT_S = 60
 
@@ -98,41 +95,6 @@ class TestRecorder:
         recorder.ran(1)
         assert recorder.steps == []  # a forward that broke off is no step
         forward(recorder, cache, clock, decode=True)
-
-    def test_counters_that_begin_anew_meanwhile(self) -> None:
-        cache, clock = fake_cache(2), Clock()
-        recorder = Recording(cache, clock)
-        cache.counted[0].blocked_io_s = 9.0
-        recorder.routed(0, routed(1, [0], [1]))
-        cache.counted[0] = LayerStats()
-        clock.now_s += 2
-        recorder.ran(0)
-        recorder.routed(1, routed(1, [0], [1]))
-        recorder.ran(1)
-        [step] = recorder.steps
-        assert step.moe_s == 2
-
-
-    def test_native_passes_are_recorded_as_layers_are(self) -> None:
-        """However many are told of at once, and with a layer in Python between them."""
-        scores = np.array([[1.0, 2, 0], [np.nan] * 3, [0, 0, 4.0]])
-        for stretches in ([(0, 3)], [(0, 1), (1, 3)], [(0, 2), (2, 3)]):
-            cache, clock, steps = fake_cache(3), Clock(), list[Step]()
-            recorder = Recorder(cache, 3, steps.append, clock)
-            for wait_s in (0.0, 0.5):
-                for first, stop in stretches:
-                    began = [10.0 * layer for layer in range(first, stop)]
-                    counts, ended = np.eye(3, dtype=np.int64)[first:stop], [at + 2 for at in began]
-                    waited = [wait_s] * (stop - first)
-                    recorder.passed(Passed(first, 1, counts, scores[first:stop], began, ended, waited))
-            tables = [step.tables(3, 3) for step in steps]
-            assert [counts.tolist() for counts, _ in tables] == [np.eye(3).tolist()] * 2
-            assert [(step.attention_s, step.moe_s) for step in steps] == [(16, 6), (16, 4.5)]
-            first_step, second = (np.nan_to_num(seen, nan=-1).tolist() for _, seen in tables)
-            assert first_step == [[-1] * 3, [1, 2, 0], [-1] * 3]
-            assert second == [[0, 0, 4], [1, 2, 0], [-1] * 3]  # the last layer predicts the next forward's first
-        recorder.passed(Passed(1, 1, counts[-1:], None, [0.0], [1.0], [0.0]))
-        assert len(steps) == 2  # a forward whose first layers were not recorded is no step
 
 
 @dataclass
@@ -261,28 +223,3 @@ class TestSimulated:
         assert runs[0] == runs[1]
         assert runs[0]["top_hits"] > 0
         assert runs[0]["configurator"]["configurations"] > 0
-
-    def test_refuses(self, trace: Trace) -> None:
-        with pytest.raises(BudgetError, match=r"part of one of each of 4 layers: .*give at least 2304B"):
-            first_split(trace.header, POLICY, Budget(nbytes=768))
-        with pytest.raises(TraceError, match="not of gated neurons"):
-            neurons_of(traces.header())
-        policy = replay_policy("moepic-no-cca", "expert-map")
-        with pytest.raises(ConfigError, match="no order for the experts of one layer"):
-            Replay(trace, with_prefetch(policy, "none"), context_of(trace.header), machine(1), Budget(share=0.5))()
-
-
-def test_settings() -> None:
-    with pytest.raises(ValueError, match="dynamic programming gives layers whole experts"):
-        SplitOptions(kind="adaptive", allocation="dynamic-programming")
-    with pytest.raises(ValueError, match="cannot be counted for eviction lfu-decay"):
-        PolicySettings(name="x", lossless=True, eviction="lfu-decay", split=SplitOptions(kind="adaptive"))
-
-
-def test_summary() -> None:
-    stats = {"configurations": 3, "reconfigurations": 2, "expected_before_s": 0.02, "expected_after_s": 0.01,
-             "record_s": 0.001, "problem": None}  # fmt: skip
-    [(name, text)] = configurator_rows({"configurator": stats})
-    assert name == "cache split"
-    assert text.startswith("split again 2 times in 3 configurations; the last was expected")
-    assert configurator_rows({"configurator": None}) == []

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import certificate
 
 uvicorn = pytest.importorskip("uvicorn")
 
@@ -59,18 +62,21 @@ async def application(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 
 def talk(
-    *calls: Talk, silence_s: float = _SILENCE_S, protocol: type[BoundedConnection] = BoundedConnection
-) -> list[Any]:
-    """What each call returns, each on a connection of its own, at once."""
+    *calls: Talk, silence_s: float = _SILENCE_S, protocol: type[BoundedConnection] = BoundedConnection,
+    tls: tuple[str, str] | None = None,
+) -> list[Any]:  # fmt: skip
+    """What each call returns, each on a connection of its own, at once. tls: certificate and key of the server."""
 
     async def run() -> list[Any]:
         config = uvicorn.Config(application, http=protocol, timeout_keep_alive=silence_s,
-                                lifespan="off", log_config=None, port=0)  # fmt: skip
+                                lifespan="off", log_config=None, port=0, ssl_certfile=tls and tls[0],
+                                ssl_keyfile=tls and tls[1])  # fmt: skip
+        config.load()
         server = uvicorn.Server(config)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             serving = asyncio.create_task(server._serve([listener]))
             try:
-                return await asyncio.gather(*(_one(listener.getsockname(), call) for call in calls))
+                return await asyncio.gather(*(_one(listener.getsockname(), call, tls) for call in calls))
             finally:
                 server.should_exit = True
                 await serving
@@ -78,8 +84,12 @@ def talk(
     return asyncio.run(run())
 
 
-async def _one(address: Any, call: Talk) -> Any:
-    reader, writer = await asyncio.open_connection(*address)
+async def _one(address: Any, call: Talk, tls: tuple[str, str] | None) -> Any:
+    context = None
+    if tls is not None:
+        context = ssl.create_default_context(cafile=tls[0])
+        context.check_hostname = False
+    reader, writer = await asyncio.open_connection(*address, ssl=context)
     try:
         return await asyncio.wait_for(call(reader, writer), _WAIT_S)
     finally:
@@ -261,6 +271,39 @@ def test_a_refusal_is_not_lost_with_what_the_client_still_sends() -> None:
     many = [b"X-A: " + b"b" * 1000 + b"\r\n"] * 2000
     long, wrong = talk(waits_to_read(b"GET / HTTP/1.1\r\n", *many), waits_to_read(b"\x00", *many), silence_s=5)
     assert (parsed(long)[0], parsed(wrong)[0]) == (431, 400)
+
+
+@pytest.mark.parametrize("head", [post("/json", "Content-Length: 4194304", "Connection: close"), b"\x00"])
+def test_over_tls_a_client_that_still_sends_gets_its_answer(tmp_path: Path, head: bytes) -> None:
+    """The server ended the connection under the client's bytes, which is a reset."""
+
+    async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        for piece in (head, *[b"x" * 2**16] * 64):
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        came = await reader.readuntil(b"\r\n\r\n")
+        return came + await reader.read(2**16)
+
+    (answer,) = talk(call, silence_s=2, tls=certificate(tmp_path, "server"))
+    assert parsed(answer)[0] in (400, 503)
+
+
+def test_behind_an_answered_body_the_next_request_has_its_whole_time() -> None:
+    """It had what the rest of the body left of it."""
+    silence_s = 1.0
+
+    async def call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(post("/json", "Content-Length: 2") + b"x")
+        await asyncio.sleep(0.7 * silence_s)
+        writer.write(b"x")
+        await asyncio.sleep(0.6 * silence_s)
+        writer.write(get("/", "Connection: close"))
+        return await reader.read()
+
+    (answer,) = talk(call, silence_s=silence_s)
+    assert answer.count(b"HTTP/1.1 503") == 1
+    assert answer.endswith(b"fine\r\n0\r\n\r\n")
 
 
 def test_what_is_dropped_behind_an_answer_ends() -> None:

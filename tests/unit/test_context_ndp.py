@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise, product
@@ -53,16 +52,6 @@ class TestRoutingCounts:
         assert seen.W.tolist() == [[1.25, 1.75, 0.0, 0.5], [0.0, 0.0, 1.0, 0.0]]
         assert (seen.P.dtype, seen.W.dtype) == (np.int64, np.float64)
 
-    @pytest.mark.parametrize(
-        ("ids", "weights"), [([[0, 4]], [[1.0, 1.0]]), ([[-1, 0]], [[1.0, 1.0]]), ([[0, 1]], [[1.0]])]
-    )
-    def test_refusals_count_nothing(self, ids: list[list[int]], weights: list[list[float]]) -> None:
-        seen = RoutingCounts(1, E)
-        with pytest.raises(ValueError, match=r"expert 4|negative|length"):
-            seen.add(0, ids, weights)
-        assert not seen.P.any()
-        assert not seen.W.any()
-
 
 class TestImportance:
     def test_the_formula(self) -> None:
@@ -72,18 +61,6 @@ class TestImportance:
         assert importance(seen, 1.0).tolist() == [[0.6, 0.2, 0.2, 0.0]]
         assert importance(seen, 0.0).tolist() == [[0.25, 0.25, 0.5, 0.0]]
         np.testing.assert_allclose(importance(seen, 0.5), [[0.425, 0.225, 0.35, 0.0]])
-
-    def test_a_layer_without_selections_stays_zero(self) -> None:
-        assert importance(counts([0, 0, 0, 0], [0, 0, 0, 5]), 0.5).tolist() == [[0, 0, 0, 0], [0, 0, 0, 1]]
-
-    def test_refusals(self) -> None:
-        seen = counts([1, 0, 0, 0])
-        for alpha in (-0.1, 1.1, float("nan")):
-            with pytest.raises(ValueError, match="alpha"):
-                importance(seen, alpha)
-        seen.W[0, 0] = np.nan
-        with pytest.raises(ValueError, match="finite"):
-            importance(seen, 0.5)
 
 
 class TestHotSet:
@@ -104,14 +81,6 @@ class TestHotSet:
         hot.admit("c", counts([40, 0, 60, 0]))  # its top 2 are hot already
         assert hot.hot(0) == {0, 2}
 
-    def test_admitting_again_replaces(self) -> None:
-        hot = hot_set(1, 1)
-        hot.admit("a", counts([1, 0, 0, 0]))
-        hot.admit("a", counts([0, 0, 0, 1]))
-        assert hot.hot(0) == {3}
-        assert hot.order(0) == [3, 0, 1, 2]
-        assert hot.active == ("a",)
-
     def test_each_gpu_ranks_its_own(self) -> None:
         hot = HotSet(HotSlots(np.array([[0, 1, 0, 1]]), np.array([[1, 1]])), 0.5)
         hot.admit("a", counts([5, 1, 4, 2]))  # 0 and 2 are the most important, and both on GPU 0
@@ -119,35 +88,8 @@ class TestHotSet:
         hot.admit("b", counts([0, 0, 8, 1]))  # sums .42 .08 1.22 .28
         assert hot.hot(0) == {2, 3}
 
-    def test_a_gpu_without_places_keeps_nothing(self) -> None:
-        hot = HotSet(HotSlots(np.array([[0, 1, 0, 1]]), np.array([[2, 0]])), 0.5)
-        hot.admit("a", counts([1, 9, 1, 9]))
-        assert hot.hot(0) == {0, 2}
-
-    def test_refusals_change_nothing(self) -> None:
-        hot = hot_set(1, 2)
-        bad = counts([1, 2, 3, 4])
-        bad.W[0, 0] = np.inf
-        for wrong in (bad, RoutingCounts(2, E)):
-            with pytest.raises(ValueError, match=r"finite|this hot set is \[1, 4\]"):
-                hot.admit("a", wrong)
-        assert hot.active == ()
-        with pytest.raises(KeyError):
-            hot.release("a")
-        with pytest.raises(ValueError, match="alpha is 2"):
-            hot_set(1, 1, 2)
-
 
 class TestPlaces:
-    def test_one_gpu_gets_what_fits(self) -> None:
-        assert HotSlots.fit(np.zeros((3, E)), [7], None).count.tolist() == [[2]] * 3
-        assert HotSlots.fit(np.zeros((2, E)), [99], None).per_layer == E
-        assert HotSlots.fit(np.zeros((2, E)), [1], None).per_layer == 0
-
-    def test_each_gpu_gets_what_fits_into_its_own_slots(self) -> None:
-        owner = [[0, 1, 0], [1, 0, 1]]  # 3 experts, layer-expert
-        assert HotSlots.fit(owner, [4, 2], None).count.tolist() == [[2, 1], [1, 1]]
-
     def test_a_number_is_dealt_out_in_turn(self) -> None:
         owner = np.arange(3 * 5).reshape(3, 5) % 2
         assert HotSlots.fit(owner, [9, 9], 3).count.tolist() == [[2, 1], [1, 2], [2, 1]]
@@ -162,10 +104,6 @@ class TestPlaces:
             HotSlots.fit(np.arange(8).reshape(2, E) % 2, [9, 2], 3)
         with pytest.raises(ValueError, match="hot_per_layer is 5; give 0 to 4"):
             HotSlots.fit(np.zeros((2, E)), [99], 5)
-
-    def test_the_first_of_each_gpu_in_the_order_given(self) -> None:
-        hot_slots = HotSlots(np.array([[0, 1, 0, 1]]), np.array([[1, 2]]))
-        assert hot_slots.first(0, [2, 0, 3, 1]) == [2, 3, 1]
 
     @settings(max_examples=100, deadline=None)
     @given(
@@ -241,12 +179,6 @@ def test_static_hot() -> None:
     for popularity in ([1, 2, 3, 4], [[1.0, 2.0, 3.0, float("nan")]], [[1, 2]]):
         with pytest.raises(ValueError, match="popularity"):
             static_hot(popularity, one_gpu(1))
-
-
-@pytest.mark.parametrize("rows", [[1, 1], [1]])
-def test_monde_split_wants_one_of_each(rows: list[int]) -> None:
-    with pytest.raises(ValueError, match="one of each"):
-        monde_split(rows, [True], SplitCosts((1, 1), (1, 1), 1))
 
 
 @settings(max_examples=150, deadline=None)
@@ -345,17 +277,6 @@ class TestProperties:
         rows = [row[: len(widths)] for row in losses]
         chosen = prefix_split(rows, widths, float(average))
         assert loss(rows, chosen, widths) == brute_force(rows, widths, budget(len(rows), average, 2))
-
-
-def test_256_experts_take_less_than_5_ms() -> None:
-    losses = np.random.default_rng(0).exponential(size=(256, 4)).cumsum(axis=1)[:, ::-1]
-    prefix_split(losses, WIDTHS, 2.5)
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        prefix_split(losses, WIDTHS, 2.5)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 5e-3  # the least: what else runs on the machine is not the subject
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ import pytest
 from cache_rigs import tops_and_bottoms
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
-from tiermoe.actors.core import _core
-from tiermoe.actors.policies.moepic.split import Segments, SplitLayout, SplitOptions, buffer_for
+from tiermoe.actors.policies.moepic.split import Segments, SplitLayout, SplitOptions
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, ShardSettings
 from tiermoe.errors import ConfigError
@@ -79,16 +77,6 @@ def test_uniform_keeps_the_budget(
     Segments(cut, experts)
 
 
-@pytest.mark.parametrize(("theta", "buffer"), [(-0.1, 1), (1.1, 1), (0.5, 0)])
-def test_uniform_refuses(theta: float, buffer: int) -> None:
-    with pytest.raises(ValueError, match="no split"):
-        SplitLayout.uniform(2, 2, 8, 100, theta, buffer)
-
-
-def test_the_buffer_holds_the_bottoms_of_two_layers() -> None:
-    assert [buffer_for(theta, 4) for theta in (0.0, 0.25, 0.5, 0.75, 1.0)] == [8, 6, 4, 4, 4]
-
-
 def test_segments() -> None:
     segments = Segments(CUT, EXPERTS)
     assert segments.neurons == [2, 2, 2, 8, 8, 8, 6, 6, 6, 0, 0, 0]
@@ -101,12 +89,6 @@ def test_segments() -> None:
         Segments(SplitLayout(8, (4,), (3,), 1), 2)
 
 
-def plan(core: _core.Core, *experts: int) -> tuple[Any, ...]:
-    """Of layer 0: what runs, how much of it is there and arrives, and loads of (segment, victim, after)."""
-    needed = core.open(0, list(experts), [1] * len(experts), 1, [])
-    return core.plan(needed, [])
-
-
 def test_victims_are_of_their_class() -> None:
     eviction = tops_and_bottoms(2, EXPERTS)
     for segment in (0, 1, 6, 3):
@@ -116,33 +98,7 @@ def test_victims_are_of_their_class() -> None:
     assert eviction.victims(9, lambda key: True) == [1, 0, 3, 6]
 
 
-def test_ranked_by_layer() -> None:
-    eviction = tops_and_bottoms(2, EXPERTS, "lcp")
-    eviction.routed([1, 2], [1, 3], 4)
-    eviction.routed([5], [4], 4)
-    assert eviction.ranked(range(KEYS)) == [2, 5, 1, 3, 0, 4]
-
-
 POLICY: dict[str, Any] = {"name": "test", "lossless": True}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"split": {"kind": "off", "theta": 0.4}}, "leave theta out"),
-        ({"split": {"kind": "fixed", "tau": 10}}, "tau: only an adaptive split"),
-        ({"split": {"kind": "fixed", "theta": 1.5}}, "less than or equal to 1"),
-        ({"split": {"kind": "fixed"}, "preload": "all"}, "leave preload out"),
-        ({"split": {"kind": "fixed"}, "placement": {"kind": "monde"}}, "moves whole experts"),
-        (
-            {"split": {"kind": "fixed"}, "eviction": "expert-map", "prefetch": {"kind": "expert-map"}},
-            "split those of each apart",
-        ),
-    ],
-)
-def test_settings_that_do_not_go_together(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        PolicySettings.model_validate(POLICY | values)
 
 
 def test_several_shards_are_refused() -> None:

@@ -110,24 +110,6 @@ class TestExpertSplit:
         cut = [s.slots for s in found], [s.theta for s in found]
         assert expected(models, *cut, times) == found
 
-    def test_nothing_predicted(self) -> None:
-        """Without predictions a longer window changes nothing, and what is cached is all that is loaded."""
-        blind, _ = observe(picks_of(np.array([[0, 1], [0, 2], [0, 3]]), E, None), "lru")
-        model = LayerModel(blind, TIMES)
-        assert model.best(2.0, 0.0) == model.best(2.0, 100.0)
-        assert model.of(0, 0.0, 100.0).loaded == 0
-
-    def test_no_more_guesses_than_asked_for(self) -> None:
-        stats = layer(3, skill=9.0)
-        loaded = [LayerModel(stats, TIMES, guesses).of(0, 0.0, 1e9).loaded for guesses in range(E + 1)]
-        assert loaded[0] == 0
-        assert loaded[1] == pytest.approx(1)
-        assert loaded[2:] == pytest.approx([2] * (E - 1))
-
-    def test_refuses(self) -> None:
-        with pytest.raises(ValueError, match="times"):
-            Times(1, 1, 1, 0)
-
 
 def transcribed_allocation(stats: list[LayerStatistics], t: Times, total: int, zeta: float) -> list[int]:
     """VramAllocation of Algorithm 1, in neurons, with V_i > 0 of equation 8."""
@@ -172,22 +154,6 @@ class TestAllocation:
         again = expert_split(models, [b / N for b in found.budgets], times)
         assert list(found.splits) == again
 
-    def test_the_needy_layer_gains(self) -> None:
-        """One layer's experts are all alike and not predictable, the other's are easy: memory moves to the first."""
-        stats = [layer(1, skew=0.0, skill=0.0), layer(2, skew=6.0, skill=9.0)]
-        models = [LayerModel(s, TIMES) for s in stats]
-        found = allocate(models, TIMES, 4 * N, N, 0.05)
-        assert found.exchanges > 0
-        assert found.budgets[0] > found.budgets[1]
-        uniform = total_s(expert_split(models, [2.0, 2.0], TIMES))
-        assert total_s(found.splits) < uniform
-
-    def test_refuses(self) -> None:
-        models = [LayerModel(layer(i), TIMES) for i in range(3)]
-        for budget, zeta in ((2, 0.1), (9, 0.0), (9, 1.0)):
-            with pytest.raises(ValueError, match="neurons for 3 layers"):
-                allocate(models, TIMES, budget, N, zeta)
-
 
 class TestDynamicProgramming:
     @settings(max_examples=80, deadline=None)
@@ -221,10 +187,6 @@ class TestDynamicProgramming:
         np.testing.assert_allclose(costs[0], K * (1 - blind.hit_rate))
         np.testing.assert_allclose(costs[1], 0, atol=1e-12)
 
-    def test_refuses(self) -> None:
-        with pytest.raises(ValueError, match="1 slots for 2 layers"):
-            cache_sizes(np.zeros((2, 3)), 1)
-
 
 class TestConfigure:
     @settings(max_examples=40, deadline=None)
@@ -254,16 +216,6 @@ class TestConfigure:
             assert set(cut.tops) == {N}
             assert cut.buffer_slots == 0
 
-    @settings(max_examples=20, deadline=None)
-    @given(seeds=SEEDS, times=times_drawn, experts=st.integers(12, 4 * E))
-    def test_the_buffer_holds_the_bottoms_of_two_layers(self, seeds: list[int], times: Times, experts: int) -> None:
-        stats, n = layers_of(seeds), len(seeds)
-        present = SplitLayout.uniform(n, E, N, experts * N, 0.5, K)
-        found = configure(stats, times, Room(N, experts * N, K), present, zeta=0.05)
-        if found is not None and found.layout.buffer_slots:
-            assert found.layout.buffer_slots >= 2 * K
-            assert found.layout.total_neurons <= experts * N
-
     def test_keeps_what_is_as_good(self) -> None:
         """From the cut that it chose itself there is nothing to gain."""
         stats, room = layers_of([1, 2, 3]), Room(N, 8 * N, K, 2)
@@ -272,9 +224,3 @@ class TestConfigure:
         assert found is not None
         assert configure(stats, TIMES, room, found.layout, zeta=0.05) is None
         assert configure(stats, TIMES, room, present, zeta=0.05, min_gain=found.gain + 0.01) is None
-
-    def test_refuses(self) -> None:
-        with pytest.raises(ValueError, match="no room"):
-            Room(N, N - 1, K)
-        with pytest.raises(ValueError, match="hold no buffer"):
-            Room(N, N + 1, K).buffer(2, 1)

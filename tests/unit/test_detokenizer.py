@@ -15,11 +15,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.cluster.api.schema import Display
-from tiermoe.cluster.api.text import ChoiceText, Delta, StopMatcher
-from tiermoe.cluster.config import default_model_dir
+from tiermoe.cluster.api.text import ChoiceText, StopMatcher
 from tiermoe.cluster.detokenizer import IncrementalText, TokenBytes
 from tiermoe.cluster.llm import TextStream
-from tiermoe.cluster.prompt import load_tokenizer
 
 _SPACE = decoders.Replace("▁", " ")
 _CLEAN_UP = [decoders.Replace(old, new) for old, new in ((" .", "."), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"))]
@@ -130,26 +128,6 @@ def test_every_decoder_of_the_library_is_known_or_waits_for_the_end() -> None:
     kinds = {name for name in dir(decoders) if name[0].isupper()} - {"Decoder", "DecodeStream"}
     seen = json.dumps([json.loads(d.__getstate__()) for d in DECODERS.values() if d is not None])
     assert {kind for kind in kinds if f'"{kind}"' not in seen} == set()
-
-
-def test_names_of_tokens_follow_the_decoder() -> None:
-    mixtral, level, words = (TokenBytes(TOKENIZERS[name]) for name in ("mixtral", "byte-level", "wordpiece"))
-    ids = {name: i for i, name in enumerate(_NAMES)}
-    assert [mixtral.shown(ids[name]) for name in ("<0x0A>", "<0xF0>", "▁a", "Ġa")] == ["\n", "bytes:\\xf0", " a", "Ġa"]
-    assert [level.shown(ids[name]) for name in ("<0x0A>", "Ġa", "▁a", "é")] == ["<0x0A>", " a", "▁a", "bytes:\\xe9"]
-    assert [words.shown(ids[name]) for name in ("##a", "a")] == ["a", " a"]
-    assert level.of(9999) == b""
-    assert level.of(_SIZE - 6) == b"<s>"
-
-
-def test_a_newline_of_bytes_ends_a_text_at_once() -> None:
-    """A run of byte tokens waits for its end, but not where a stop string is complete."""
-    text = ChoiceText(fallback_tokenizer(), Display(("\n",)))
-    deltas = [text.delta(TokenEvent("r", (token,))) for token in b"hi\nmore"]
-    assert deltas[:2] == [None, None]
-    assert deltas[2] == Delta("hi", tokens=3, finish="stop")
-    text = ChoiceText(fallback_tokenizer(), Display(("\n",)), min_tokens=4)
-    assert "".join(text.add(TokenEvent("r", (token,))) for token in b"a\nbc\nd") + text.finish() == "a\nbc"
 
 
 def test_scores_of_bytes_come_with_the_run_that_they_are_in() -> None:
@@ -302,11 +280,3 @@ def test_what_of_stops_and_special_tokens_is_shown(display: Display, shown: str)
     ends = [i for i, delta in enumerate(found) if delta.finish is not None]
     whole = "".join(delta.text for delta in found[: ends[0] + 1])
     assert (whole, found[ends[0]].finish) == (shown, "stop")
-
-
-@pytest.mark.skipif(not default_model_dir().is_dir(), reason="the default model is not there")
-def test_bytes_of_the_default_model() -> None:
-    tokenizer = load_tokenizer(default_model_dir())
-    names = TokenBytes(tokenizer)
-    text = "def größe(x):\n\treturn '🙂'  # 大"
-    assert b"".join(names.of(token) for token in tokenizer.encode(text).ids).decode() == text

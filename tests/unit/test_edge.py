@@ -17,7 +17,6 @@ from pydantic import BaseModel, ValidationError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from tiermoe.cluster.api import bodies
-from tiermoe.cluster.api.answers import completion_logprobs
 from tiermoe.cluster.api.bodies import parse
 from tiermoe.cluster.api.model import ServedModel
 from tiermoe.cluster.api.offload import Offload
@@ -26,8 +25,6 @@ from tiermoe.cluster.api.responses import ResponsesBody
 from tiermoe.cluster.api.schema import ChatBody, CompletionBody
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.text import longest_token
-from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.prompt import load_tokenizer
 
 _JSON = {"Content-Type": "application/json"}
 _BIG = 3_900_000
@@ -220,14 +217,6 @@ def test_the_longest_token_bounds_a_text() -> None:
     assert longest_token(words) is None
 
 
-def test_the_default_models_longest_token() -> None:
-    tokenizer = load_tokenizer(default_model_dir())
-    longest = longest_token(tokenizer)
-    assert longest is not None
-    name = max(tokenizer.get_vocab(), key=lambda name: len(name.encode()))
-    assert longest == len(name.encode())
-
-
 def test_a_long_text_is_refused_before_it_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("tokenized")
@@ -290,7 +279,7 @@ def test_a_compressed_body_is_refused(coding: str, status: int) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/models"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/metrics"),
-                         ("GET", "/version"), ("GET", "/status"), ("GET", "/v1/models/fake"),
+                         ("GET", "/version"), ("GET", "/v1/models/fake"),
                          ("HEAD", "/health"), ("POST", "/v1/completions"), ("POST", "/tokenize")],
 )  # fmt: skip
 def test_a_slash_at_the_end_means_nothing(method: str, path: str) -> None:
@@ -302,40 +291,3 @@ def test_a_slash_at_the_end_means_nothing(method: str, path: str) -> None:
         )
         assert response.status_code == 200, response.text
     assert error(ask(FakeBackend(), lambda http: http.request("GET", "/v1/model/")))[0] == 404
-
-
-@pytest.mark.parametrize(("size", "trims"), [(1000, 0), (200_000, 1)])
-def test_the_memory_of_large_bodies_is_given_back(size: int, trims: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for several: 415 MiB stayed after 66 bodies of 4 MB."""
-    trimmed, done = list[int](), threading.Event()
-    monkeypatch.setattr("tiermoe.cluster.api.offload._TRIM_AFTER_S", 0.3)
-    monkeypatch.setattr("tiermoe.cluster.api.offload.trim", lambda: (trimmed.append(1), done.set()))
-    content = b'{"prompt": "%s"}' % (b"a" * size)
-
-    async def call(http: httpx.AsyncClient) -> None:
-        sent = (http.post("/v1/completions", content=content, headers=_JSON) for _ in range(3))
-        assert {response.status_code for response in await asyncio.gather(*sent)} == {400}
-        if trims:
-            await asyncio.to_thread(done.wait, 20)
-
-    ask(FakeBackend(), call)
-    assert len(trimmed) == trims
-
-
-@pytest.mark.parametrize(("tokens", "beside"), [(20, False), (600, True)])
-def test_an_answer_of_many_scores_is_written_beside_the_event_loop(
-    tokens: int, beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of a long prompt and answer took seconds of it."""
-    threads = set[threading.Thread]()
-
-    def noted(*given: Any) -> Any:
-        threads.add(threading.current_thread())
-        return completion_logprobs(*given)
-
-    monkeypatch.setattr("tiermoe.cluster.api.answers.completion_logprobs", noted)
-    backend = FakeBackend(step=tokens)
-    backend.plan["max_prompt_tokens"] = 2000
-    body = {"prompt": "a" * tokens, "max_tokens": tokens, "logprobs": 1, "echo": True}
-    assert post("/v1/completions", body, backend).status_code == 200
-    assert (threading.main_thread() not in threads) == beside

@@ -6,7 +6,6 @@ random routing, and an adversary loads, evicts and prefetches other experts betw
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import pytest
@@ -14,19 +13,11 @@ import torch
 from cache_rigs import bytes_held
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moe_stack import HIDDEN, Call, agrees, calls_of, engine_for, gate, make_case
-from torch import nn
+from moe_stack import HIDDEN, Call, agrees, calls_of, engine_for, make_case
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.engine import ExpertEngine
-from tiermoe.actors.engine.make_cache import ModelExperts
-from tiermoe.actors.engine.model import model as operator
-from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings
-from tiermoe.errors import BudgetError, RuntimeFailure
 
 
 def disturb(engine: ExpertEngine, call: Call) -> None:
@@ -124,14 +115,6 @@ def test_an_expert_asked_for_twice_by_one_token_runs_once() -> None:
         assert engine.stats().total().misses == 2
 
 
-def test_no_tokens() -> None:
-    for native in (True, False):
-        case = make_case(0, layers=1, experts=4, top_k=2, native=native, dtype=torch.float32)
-        with engine_for(case, 1.0) as engine:
-            empty = torch.empty(0, 2)
-            assert engine.layers[0].forward(torch.empty(0, HIDDEN), empty.long(), empty).shape == (0, HIDDEN)
-
-
 def test_what_raises_before_the_kernels_leaves_nothing_pinned() -> None:
     """Guards a prefetch that raised between the pins and the kernels: the pins stayed for good."""
     case = make_case(0, layers=2, experts=4, top_k=2, native=True, dtype=torch.float32)
@@ -157,45 +140,6 @@ def test_a_farther_prefetch_takes_no_slot_that_a_nearer_one_wants() -> None:
         assert set(nearer) <= set(cache.residency.held())
 
 
-def loader_threads() -> int:
-    return sum(thread.name == "tiermoe-loader" for thread in threading.enumerate())
-
-
-@pytest.mark.usefixtures("copies_in_python")  # those of the link's thread cannot fail
-def test_an_engine_that_cannot_start_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise OSError("the mapping is gone")
-
-    case = make_case(0, layers=1, experts=4, top_k=2, native=True, dtype=torch.float32)
-    before = loader_threads(), len(operator._layers)
-    monkeypatch.setattr(CpuDevice, "copy", fail)
-    policy = PolicySettings(name="test", lossless=True, preload="all")
-    with pytest.raises(RuntimeFailure, match="the mapping is gone"):
-        ExpertEngine(
-            EngineSettings(policy=policy, budget=Budget(share=1.0), device="cpu"),
-            ModelExperts(case.shape, case.weights, torch.float32, 2),
-            [MoeBlock(nn.Module(), gate, "silu", None, None)], CpuDevice(LinkSettings()),
-        )  # fmt: skip
-    assert (loader_threads(), len(operator._layers)) == before
-
-
-@pytest.mark.parametrize(
-    ("given", "slot_bytes", "experts", "expected"),
-    [
-        ({"share": 0.7}, 5676, 120, 84 * 5676),  # 0.7 * 120 * 5676 is a hair below the 84 slots
-        ({"share": 1 / 3}, 7, 3, 7),
-        ({"share": 0.1 + 0.2}, 1000, 10, 3000),
-        ({"share": 0.29}, 100, 100, 2900),
-        ({"share": 1.0}, 5676, 120, 120 * 5676),
-        ({"share": 0.5}, 10, 3, 15),  # a share may buy one slot and a half
-        ({"nbytes": 25}, 10, 3, 25),
-        ({"nbytes": 10}, 10, 3, 10),
-    ],
-)
-def test_budget_in_bytes(given: dict[str, float], slot_bytes: int, experts: int, expected: int) -> None:
-    assert Budget(**given).bytes_of(slot_bytes, experts) == expected
-
-
 @given(st.integers(1, 400), st.integers(1, 10**9), st.data())
 def test_a_share_loses_no_slot_and_no_byte(experts: int, slot_bytes: int, data: st.DataObject) -> None:
     """Guards the rounding of shares: a budget was one byte under the slots that it bought."""
@@ -205,14 +149,6 @@ def test_a_share_loses_no_slot_and_no_byte(experts: int, slot_bytes: int, data: 
     held = Budget(share=share).bytes_of(slot_bytes, experts)
     assert int(share * experts) <= held // slot_bytes <= experts
     assert abs(held - share * experts * slot_bytes) <= 1 + 1e-9 * slot_bytes
-
-
-def test_a_budget_below_one_expert_names_a_share_that_holds_one() -> None:
-    with pytest.raises(BudgetError, match=r"at least 100B, or a share of 0\.083334"):
-        Budget(share=0.05).bytes_of(100, 12)
-    assert Budget(share=0.083334).bytes_of(100, 12) == 100
-    with pytest.raises(BudgetError, match="budget 99 B holds no expert"):
-        Budget(nbytes=99).bytes_of(100, 12)
 
 
 def test_a_kernel_that_raises_leaves_nothing_pinned() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from serving import Tiny, prepared, serving, settings
 from tiny_models import save_byte_tokenizer
 from transformers import AutoModelForCausalLM
 
-from tiermoe.actors.engine.serving.scoring import score, score_continuations_with, score_with
+from tiermoe.actors.engine.serving.scoring import score_continuations_with, score_with
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
@@ -25,7 +23,7 @@ from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.jobs.evaluate import eval_command
 from tiermoe.cluster.jobs.evaluate import scoring as job
 from tiermoe.cluster.jobs.evaluate.quality import MEASURES, EvaluationOptions
-from tiermoe.cluster.jobs.evaluate.scoring import Distributions, Evaluation
+from tiermoe.cluster.jobs.evaluate.scoring import Evaluation
 from tiermoe.errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
 
 IDS = [5, 9, 77, 30, 12, 5, 64, 101, 8, 45, 3, 90, 17, 17, 33, 81, 29, 60, 4, 119]
@@ -57,40 +55,6 @@ def test_equals_the_unmodified_model(architecture: str, tiny: Callable[[str], Ti
 def worker(tiny: Callable[[str], Tiny]) -> Iterator[GpuWorker]:
     with serving(tiny("qwen3_moe").store, settings(0.5)) as started:
         yield started
-
-
-class Spy:
-    """What the engine is told."""
-
-    def __init__(self) -> None:
-        self.forwards: list[tuple[str, int, int, bool]] = []
-        self.ended: list[str] = []
-
-    def begin_forward(self, rows: Sequence[Any]) -> None:
-        self.forwards += [(r.name, r.start, r.stop, r.decode) for r in rows]
-
-    def end_sequence(self, name: str) -> None:
-        self.ended.append(name)
-
-
-def test_rows_are_announced_and_the_sequence_ends(worker: GpuWorker) -> None:
-    spy = Spy()
-    score(worker._model, spy, IDS, 8, "sdpa", 5)
-    name = spy.ended[0]
-    rows = [(5, False), (3, False), (5, True), (5, True), (1, True)]
-    assert spy.forwards == [(name, 0, count, decode) for count, decode in rows]
-    assert spy.ended == [name]
-    score(worker._model, spy, IDS[:9], 8, "sdpa", 64)  # the prefill alone predicts the one token
-    assert spy.forwards[5:] == [(spy.ended[1], 0, 8, False)]
-    assert spy.ended[1] != name
-
-
-def test_a_sequence_ends_when_its_forward_fails(worker: GpuWorker) -> None:
-    spy, before = Spy(), worker._model.config._attn_implementation
-    with pytest.raises(IndexError):
-        score(worker._model, spy, [*IDS, 10**6, 1], 8, "sdpa", 64)
-    assert len(spy.ended) == 1
-    assert worker._model.config._attn_implementation == before
 
 
 def test_refusals_of_scoring(worker: GpuWorker) -> None:
@@ -244,21 +208,6 @@ def test_own_text_is_scored_without_choices(model: Path, started: list[GpuWorker
     assert "bits per byte of text" in [row[0] for row in rows]
     assert set(eval_command._SHOWN) == set(MEASURES)  # each has words
     assert not [row for row in rows if "nan" in row]
-
-
-def test_distributions_are_in_half_precision_and_a_full_disk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = Distributions(2, 3, 4)
-    rows = torch.log_softmax(torch.arange(12.0).reshape(3, 4), -1)
-    stored.put(1, rows)
-    assert torch.equal(stored.get(1), rows.half())
-    assert stored.get(0).abs().sum() == 0
-
-    def full(*args: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)  # an error, not a signal
-    with pytest.raises(RuntimeFailure, match="no room for 48 bytes"):
-        Distributions(2, 3, 4)
 
 
 def test_short_models_and_models_without_heldout_text_are_refused(model: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -24,7 +23,6 @@ from tiermoe.cluster.jobs.evaluate.text import (
     load_heldout,
     load_text,
     split_windows,
-    spread,
 )
 from tiermoe.errors import CheckpointError, ConfigError
 
@@ -91,19 +89,6 @@ def test_windows_are_repeatable_and_their_continuations_do_not_overlap(shipped: 
         seen |= scored
 
 
-def test_windows_count_the_bytes_of_what_they_score(tmp_path: Path) -> None:
-    """One token a byte, and lines of 19 bytes with a two-byte character."""
-    windows = split_windows(
-        load_heldout(small_model(tmp_path)), EvaluationOptions(prefix=19, continuation=38, windows=9)
-    )
-    assert {w.nbytes for w in windows} == {38}
-
-
-def test_the_kinds_take_turns(shipped: HeldOut) -> None:
-    assert [document[0].kind for document in shipped.documents[:6]] == ["c", "prose", "python"] * 2
-    assert all(len({p.source for p in document}) == 1 for document in shipped.documents)
-
-
 def test_special_tokens_before_a_text_stand_in_every_prefix(tmp_path: Path) -> None:
     heldout = load_heldout(small_model(tmp_path, begin=True))
     assert heldout.leading == (1,)
@@ -125,22 +110,6 @@ def test_refusals_of_heldout_text(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=why):
             load_heldout(tmp_path)
 
-
-def test_refusals_of_too_little_text(tmp_path: Path) -> None:
-    heldout = load_heldout(small_model(tmp_path / "few", documents=3))
-    with pytest.raises(CheckpointError, match="four documents of one kind"):
-        build_choices(heldout)
-    with pytest.raises(CheckpointError, match="no held-out passage has 5000 tokens"):
-        split_windows(heldout, EvaluationOptions(prefix=4000, continuation=1000))
-    with pytest.raises(ConfigError, match="--prefix"):  # only special tokens fit
-        split_windows(load_heldout(small_model(tmp_path / "begin", begin=True)), EvaluationOptions(prefix=1))
-
-
-def test_spread() -> None:
-    assert spread(range(10), 3) == [1, 5, 8]
-    assert spread(range(2), 5) == [0, 1]
-    assert spread([], 2) == []
-    assert math.isclose(sum(spread(range(101), 7)) / 7, 50, abs_tol=1)
 
 # -- one's own text ----------------------------------------------------------------------------------------------------
 

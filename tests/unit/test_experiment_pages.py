@@ -20,22 +20,16 @@ from tiermoe.cluster.config import configs_dir
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Served
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Spread, fill_tables
 from tiermoe.cluster.jobs.bench.page import (
-    Cell,
     Figure,
     Panel,
     caption,
     draw,
-    lossy_marked,
     over,
     pivot,
-    policy_ran,
-    ranged,
     select,
-    show,
     table,
     table_of,
     write_folder,
-    yes_no,
 )
 from tiermoe.cluster.report.files import new_canvas
 from tiermoe.errors import ConfigError
@@ -75,21 +69,6 @@ def test_a_folder_has_page_data_and_plots(tmp_path: Path) -> None:
     assert saved["rows"][0]["values"] == {"tpot_s": [0.01, 0.02]}  # without what is constant, and without layers
     assert saved["more"] == {"n": 3}
     assert "layers" not in saved["rows"][0]
-
-
-_ROW = {"section": "s", "policy": "a", "lossless": True, "tpot_ms": 1.25, "values": {"tpot_s": [1e-3, 2e-3, 4e-3]}}
-
-
-@pytest.mark.parametrize(
-    ("cell", "shown"),
-    [
-        ("{policy}: {tpot_ms:.1f}", "a: 1.2"), ("{absent:.1f}", "-"), (lambda row: row["absent"], "-"),
-        (ranged("tpot_s", ".1f", 1e3), "2.0 (1.0 to 4.0)"), (ranged("ttft_s", ".1f"), "-"),
-        (policy_ran, "a"), (yes_no("lossless"), "yes"), (lossy_marked("policy"), "a"),
-    ],
-)  # fmt: skip
-def test_a_cell_is_a_format_string_or_a_function_of_a_row(cell: Cell, shown: str) -> None:
-    assert show(cell, _ROW) == shown
 
 
 def test_tables_select_group_and_pair_rows() -> None:

@@ -15,22 +15,17 @@ from typer.testing import CliRunner
 
 from tiermoe.actors.engine.stats import EngineStats, LayerResidency, LayerStats
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
-from tiermoe.benchmarks import replayed
 from tiermoe.benchmarks.papers import experiment_names, module_of
-from tiermoe.benchmarks.random_model import NamedModel, save_published
 from tiermoe.benchmarks.replayed import Replayed
-from tiermoe.cluster.config import RunConfig, chosen_policy, default_model_dir, load_policy
-from tiermoe.cluster.jobs.bench import bench_commands, cells, run
-from tiermoe.cluster.jobs.bench.cells import Journal, Policy, added, counters, journal_file
+from tiermoe.cluster.config import RunConfig, chosen_policy, load_policy
+from tiermoe.cluster.jobs.bench import bench_commands, run
+from tiermoe.cluster.jobs.bench.cells import Journal, Policy, journal_file
 from tiermoe.cluster.jobs.bench.compare import experiment as compare
 from tiermoe.cluster.jobs.bench.experiment import Experiment, Grid, RatioBar, Served, Variant, Workload, variants
 from tiermoe.cluster.jobs.bench.finish import finish
 from tiermoe.cluster.jobs.bench.metrics import Report
-from tiermoe.cluster.jobs.bench.page import table_of
-from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.bench.run import run_experiment
-from tiermoe.cluster.jobs.bench.serving import Split, split_prompts
-from tiermoe.cluster.simulate.machine import Machine
+from tiermoe.cluster.jobs.bench.serving import Split
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError, PolicyError, RequestError, RuntimeFailure
 
 _PROMPTS = ((1, 2), (3, 4), (5, 6), (7, 8))
@@ -140,52 +135,11 @@ def test_policies_take_turns_and_warm_up_is_not_counted(passages: Callable[..., 
 
 
 @pytest.mark.usefixtures("passages")
-def test_one_cell_is_closed_before_the_next_starts() -> None:
-    start = Starter()
-    report, _ = _run(_experiment(("on-demand",), budgets=("0.25", "0.5"), links=(2.0, None)), start)
-    ends = [line for line in start.log if line.endswith(("started", "closed"))]
-    names = ["on-demand@0.25/2.0", "on-demand@0.25/None", "on-demand@0.5/2.0", "on-demand@0.5/None"]
-    assert ends == [f"{name} {what}" for name in names for what in ("started", "closed")]
-    assert [(row["budget"], row["link_gbps"]) for row in report.rows] == [
-        ("0.25", 2.0), ("0.25", None), ("0.5", 2.0), ("0.5", None),
-    ]  # fmt: skip
-
-
-def test_fresh_prompts_are_each_met_once_after_a_few_tokens_to_warm_up(passages: Callable[..., None]) -> None:
-    passages(*_PROMPTS, (9,))
-    start = Starter()
-    _run(_experiment(("on-demand",), fresh=True), start)
-    name = "on-demand@0.25/2.0"
-    assert start.log[1:-1] == [f"{name} {list(p)}" for p in ((1, 2), *_PROMPTS)]
-
-
-@pytest.mark.usefixtures("passages")
 def test_lossless_policies_with_other_tokens_fail_the_run() -> None:
     start = Starter(lambda policy: int(policy == "next-gate"))
     with pytest.raises(RuntimeFailure, match=r"next-gate is lossless and gives other tokens .* prompt 1"):
         _run(_experiment(), start)
     assert start.log[-2:] == ["next-gate@0.25/2.0 closed", "on-demand@0.25/2.0 closed"]
-
-
-@pytest.mark.usefixtures("passages")
-def test_default_is_shown_with_the_policy_that_it_resolved_to() -> None:
-    report, _ = _run(_experiment(("default", "on-demand")), Starter())
-    assert [(row["policy"], row["resolved_policy"]) for row in report.rows] == [
-        ("default", "next-gate"), ("on-demand", None),
-    ]  # fmt: skip
-    lines = table_of(compare("on-demand", _PROMPTS_FILE), "cells", report.as_dict())
-    assert [line.split(" | ")[2] for line in lines[2:]] == ["default (next-gate)", "on-demand"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("passages")
-def test_a_lossy_policy_is_scored_and_its_tokens_are_compared() -> None:
-    start = Starter(lambda policy: int(policy == "context-ndp-3bit"))
-    report, _ = _run(_experiment(("context-ndp-3bit", "on-demand"), score="lossy"), start)
-    lossy, lossless = report.rows
-    assert (lossy["perplexity_ratio"], lossy["same_tokens"], lossless["perplexity_ratio"]) == (1.01, 0.0, None)
-    assert [line for line in start.log if line.endswith("scored")] == ["context-ndp-3bit@0.25/2.0 scored"]
-    assert "kl_nats" in report.shown
 
 
 @pytest.mark.usefixtures("passages")
@@ -237,40 +191,6 @@ def test_a_variant_that_fails_leaves_the_others_their_figures(tmp_path: Path, ro
     again = Starter()
     _run(experiment, again, out)  # the cell of the mended policy is measured again
     assert {line.partition(" ")[0] for line in again.log} == {"on-demand@0.25/2.0", "next-gate@0.25/2.0"}
-
-
-@pytest.mark.usefixtures("passages")
-def test_a_variant_that_fails_in_a_simulated_section_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the trace that the first failed on, the others were never replayed."""
-    calls: list[str] = []
-
-    def replay(preset: Any, *args: object) -> list[dict[str, float]]:
-        calls.append(preset.name)
-        if preset.name == "on-demand":
-            raise PolicyError("policy p failed", "mend it")
-        return [{"tpot_ms": 1.0}]
-
-    monkeypatch.setattr(replayed, "replay", replay)
-    monkeypatch.setattr(replayed, "load_machine", lambda *a: Machine.model_construct())
-    monkeypatch.setattr(run.Study, "recorded", lambda self, context: SimpleNamespace(header=None, measure=()))
-    monkeypatch.setattr(run.Study, "traced", lambda self, context: None)
-    experiment = replace(_experiment(), sections=(Replayed("s", variants("on-demand", "next-gate")),))
-    for _ in range(2):  # again, from the journal: a policy may be mended meanwhile
-        report, _ = run_experiment(experiment, out=tmp_path / "out.json")
-        assert [row["policy"] for row in report.rows] == ["next-gate"]
-        assert [(row["policy"], row["refused"]) for row in report.refused] == [
-            ("on-demand", "policy p failed; mend it")
-        ]  # fmt: skip
-    assert calls == ["on-demand", "next-gate"] * 2
-
-
-@pytest.mark.usefixtures("passages")
-def test_a_run_whose_variants_all_fail_is_refused() -> None:
-    def start(config: RunConfig) -> FakeWorker:
-        raise BudgetError("too small", "give more")
-
-    with pytest.raises(BudgetError, match="too small"):
-        run_experiment(_experiment(), start=start)
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
@@ -334,16 +254,6 @@ def test_a_ratio_bar_is_over_the_best_baseline_of_each_of_its_cells() -> None:
     assert not report.ok
 
 
-def test_counters_are_flat_and_layers_add_up() -> None:
-    stats = EngineStats(layers=[LayerStats(hits=3, misses=1)], prefetch_resting=True)
-    stats.count_worker("ndp/0", 2, 5)
-    found = counters(stats)
-    assert (found["hits"], found["hit_rate"], found["prefetch_resting"]) == (3.0, 0.75, 1.0)
-    assert found["ndp_workers.ndp/0.pairs"] == 5.0
-    assert "executor" not in found
-    assert added([{"a": 1.0}], [{"a": 2.0, "b": 1.0}]) == [{"a": 3.0, "b": 1.0}]
-
-
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
@@ -363,15 +273,6 @@ def test_every_experiment_of_a_clone_is_sound(name: str) -> None:
         assert all(variant.policy(experiment.workload.tau) for variant in section.variants)
     compared = {comparison.section for comparison in getattr(module_of(name), "COMPARISONS", ())}
     assert compared | {bar.section for bar in experiment.bars} <= set(names)
-
-
-def test_options_are_of_the_workload_the_grid_and_the_sections() -> None:
-    found = _of("moepic", budgets="0.5,1GiB", links="0.5,none", max_tokens=25)
-    assert (found.grid.budgets, found.grid.links, found.workload.max_tokens) == (("0.5", "1GiB"), (0.5, None), 25)
-    both = _of("activeevict", warm=2, long_tokens=100).workload
-    assert (both.warm, both.trace.learn, both.contexts) == (2, 2, {"short": 32, "long": 100})
-    assert _of("buddymoe", ratio=3.0).grid.ratios == (3.0,)
-    assert [section.name for section in _of("activeevict", parts="simulated").running] == ["table", "capacity", "alpha"]
 
 
 WRONG: list[tuple[str, Mapping[str, Any], str]] = [
@@ -422,28 +323,6 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(monkeypatch: pytest
         run_experiment(ndp, start=start)
     with pytest.raises(ConfigError, match="needs rows from an earlier run"):
         run_experiment(_of("activeevict", parts="emulated"), start=start)
-
-
-def test_a_random_model_gets_text_of_the_default_one_and_samples(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Greedy tokens of random weights repeat themselves, and a random model has no text of its own."""
-    model = save_published(Form.BF16, MoeShape(1, 2, 1, 64, 64, vocabulary=4096), tmp_path / "model")
-    needed = list[tuple[int, float]]()
-    monkeypatch.setattr(NamedModel, "require_memory", lambda self, *given: needed.append(given))
-    monkeypatch.setattr(NamedModel, "made", lambda self: model)
-    monkeypatch.setattr(cells, "ensure_artifacts", lambda *_: None)
-    chosen = {"budgets": "0.5", "links": "8", "repeats": 1, "form": Form.BF16, "policies": "auto,on-demand", "warm": 1}
-    start, experiment = Starter(), _of("auto-emulated", **chosen)
-    report, _ = run_experiment(experiment, "qwen3-30b-a3b", start=start)
-    assert needed == [(2, 0.5)]
-    prompt = str(list(split_prompts(default_model_dir(), 32).measure[0]))
-    assert [line for line in start.log if prompt in line] == [f"auto@0.5/8.0 {prompt}", f"on-demand@0.5/8.0 {prompt}"]
-    assert start.sampled == {(1.0, 0)}
-    assert report.settings["model"] == "4 layers of qwen3-30b-a3b in bf16, random weights"
-    assert experiment.of_model("qwen3-30b-a3b").stem == "auto-emulated-qwen3-30b-a3b-bf16"
-    with pytest.raises(ConfigError, match=r"--form is for random models.*--model qwen3-30b-a3b"):
-        run_experiment(experiment, start=start)
 
 
 def test_a_variant_is_a_preset_with_other_values(tmp_path: Path) -> None:

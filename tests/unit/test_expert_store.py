@@ -56,15 +56,6 @@ def test_a_view_survives_pickling_and_maps_the_same_pages(store: Path) -> None:
         np.testing.assert_array_equal(mine.down_bias, theirs.down_bias)
 
 
-def test_arrays_outlive_the_store(store: Path) -> None:
-    opened = ExpertStore(store)
-    down = opened.layers[0].down
-    opened.close()
-    np.testing.assert_array_equal(down, layer_values(0)["down"])
-    with pytest.raises(StoreError, match="was closed"):
-        _ = opened.layers
-
-
 @pytest.mark.parametrize("name", [layer_name(0), layer_name(1), "dense.safetensors", "config.json", MANIFEST_NAME])
 def test_an_altered_or_missing_file_is_refused(store: Path, name: str) -> None:
     ExpertStore(store)
@@ -98,9 +89,7 @@ def test_stamp_skips_hashing_what_is_unchanged(store: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("stamps", [None, b"", b"[]", b"null", b'{"manifest_sha256": 1}', b'{"files": 3}', b"\xff"])
 @pytest.mark.parametrize("touched", [True, False])
-def test_stamp_notices_a_write_and_damaged_stamps_verify_all(
-    store: Path, stamps: bytes | None, touched: bool
-) -> None:
+def test_stamp_notices_a_write_and_damaged_stamps_verify_all(store: Path, stamps: bytes | None, touched: bool) -> None:
     """Also a write behind a restored modification time."""
     ExpertStore(store)
     flip(store / layer_name(0), -1)
@@ -168,9 +157,7 @@ def test_a_slice_needs_only_its_own_layers(store: Path) -> None:
     assert len(view.manifest.layers) == LAYERS
     assert [arrays.index for arrays in open_views(view)] == [1]
     assert len(opened.layers) == 1
-    assert opened.nbytes == sum(
-        record.nbytes for record in view.manifest.files() if record.file != layer_name(0)
-    )
+    assert opened.nbytes == sum(record.nbytes for record in view.manifest.files() if record.file != layer_name(0))
     with pytest.raises(StoreError, match="missing"):
         ExpertStore(store, "stamp")
     with pytest.raises(StoreError, match=layer_name(0)):

@@ -78,29 +78,6 @@ class TestSearch:
         direct = [cosine(new[0], m[y]) for y in range(200)]
         np.testing.assert_allclose(search.scores()[0], direct, atol=1e-6)
 
-    def test_a_layer_that_was_not_seen_is_left_out_on_both_sides(self) -> None:
-        random = np.random.default_rng(1)
-        store, _, m = store_of(random, 8)
-        new = softmax(random, 1, L, J)
-        search = store.search(embeddings(random, 1))
-        for layer in (0, 3):
-            search.observe(layer, new[:, layer])
-        direct = [cosine(new[0, [0, 3]], m[y][[0, 3]]) for y in range(8)]
-        np.testing.assert_allclose(search.scores()[0], direct, atol=1e-6)
-        assert not search.complete
-        with pytest.raises(ValueError, match="not seen"):
-            search.commit()
-
-    def test_empty_store_matches_nothing(self) -> None:
-        search = ExpertMapStore(L, J, D, 2, 4).search(np.ones((1, D), np.float32))
-        assert matched(search, True) is None
-        search.observe(0, np.full((1, J), 0.2, np.float32))
-        assert matched(search, False) is None
-
-    def test_nothing_seen_is_no_trajectory(self) -> None:
-        random = np.random.default_rng(2)
-        assert matched(store_of(random, 3)[0].search(embeddings(random, 1)), False) is None
-
     def test_ties_go_to_the_lowest_row(self) -> None:
         store = ExpertMapStore(L, J, D, 2, 8)
         e, m = np.eye(D, dtype=np.float32)[0], np.zeros((L, J), np.float32)
@@ -122,14 +99,6 @@ class TestSearch:
         other = store.search(embeddings(random, 1))
         other.observe(0, softmax(random, 1, J))
         assert other.scores()[0, 2] == 0.0
-
-    def test_a_store_that_changed_is_noticed(self) -> None:
-        random = np.random.default_rng(4)
-        store, e, m = store_of(random, 3)
-        search = store.search(embeddings(random, 1))
-        store.add(e[0], m[0])
-        with pytest.raises(ValueError, match="changed"):
-            search.observe(0, softmax(random, 1, J))
 
     def test_what_does_not_fit_is_refused(self) -> None:
         random = np.random.default_rng(5)
@@ -196,15 +165,6 @@ class TestReplacement:
                 search.observe(layer, m[:, layer])
             assert search.commit() == [added.add(e[0], m[0])]
 
-    def test_equal_sequences_of_a_batch_take_one_row(self) -> None:
-        random = np.random.default_rng(0)
-        store, _, _ = store_of(random, 4, capacity=4)
-        e, m = embeddings(random, 1).repeat(3, axis=0), softmax(random, 1, L, J).repeat(3, axis=0)
-        search = store.search(e)
-        for layer in range(L):
-            search.observe(layer, m[:, layer])
-        assert len(set(search.commit())) == 1
-
     def test_what_does_not_fit_is_refused_and_changes_nothing(self) -> None:
         random = np.random.default_rng(1)
         store, e, m = store_of(random, 2)
@@ -232,19 +192,6 @@ class TestArrays:
             found.append((search.scores().tolist(), matched(search, True)))
         assert found[0] == found[1]
 
-    def test_the_last_of_too_many(self) -> None:
-        random = np.random.default_rng(1)
-        store, e, _ = store_of(random, 5)
-        small = ExpertMapStore(L, J, D, 2, 3)
-        small.load(store.arrays())
-        assert small.full
-        np.testing.assert_array_equal(small.arrays()["embeddings"], e[2:])
-
-    def test_none(self) -> None:
-        empty = ExpertMapStore(L, J, D, 2, 3)
-        empty.load(ExpertMapStore(L, J, D, 2, 9).arrays())
-        assert len(empty) == 0
-
     @pytest.mark.parametrize("fault", ["missing", "shape", "dtype", "nan", "length"])
     def test_refusals(self, fault: str) -> None:
         store, _, _ = store_of(np.random.default_rng(2), 3)
@@ -262,32 +209,8 @@ class TestArrays:
         with pytest.raises(ValueError, match=r"arrays|fit|finite|length"):
             ExpertMapStore(L, J, D, 2, 9).load(arrays)
 
-    def test_a_store_with_entries_takes_no_others(self) -> None:
-        store, _, _ = store_of(np.random.default_rng(3), 3)
-        with pytest.raises(ValueError, match="already"):
-            store.load(store.arrays())
-
 
 class TestPrefetch:
-    def test_empty_store_says_nothing_and_learns(self) -> None:
-        random = np.random.default_rng(0)
-        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)
-        assert policy.begin(embeddings(random, 1)) is None
-        assert all(policy.observe(layer, softmax(random, 1, J)) is None for layer in range(L))
-        assert policy.end() == 1
-        assert policy.begin(embeddings(random, 1)) is not None
-
-    def test_unknown_embeddings_forecast_nothing(self) -> None:
-        random = np.random.default_rng(5)
-        store, _, _ = store_of(random, 12)
-        policy = ExpertMapPrefetch(store, D, K)
-        assert policy.begin(np.zeros((2, D), np.float32)) is None
-        one = embeddings(random, 1)
-        mixed, alone = policy.begin(np.concatenate([np.zeros((1, D), np.float32), one])), policy.begin(one)
-        assert mixed is not None
-        assert alone is not None
-        assert (mixed.wanted, mixed.keys.tolist()) == (alone.wanted, alone.keys.tolist())
-
     def test_ablations(self) -> None:
         random = np.random.default_rng(1)
         store, _, _ = store_of(random, 9, distance=1)
@@ -299,36 +222,6 @@ class TestPrefetch:
                 assert forecast.wanted == K
         assert only_trajectory.end() == 0
         assert len(store) == 9
-
-    def test_an_iteration_with_a_gap_is_not_stored(self) -> None:
-        random = np.random.default_rng(2)
-        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)
-        policy.begin(embeddings(random, 1))
-        for layer in (0, 1, 3, 4, 5):
-            policy.observe(layer, softmax(random, 1, J))
-        assert policy.end() == 0
-        assert policy.sequences is None
-
-    def test_a_new_iteration_forgets_the_one_under_way(self) -> None:
-        random = np.random.default_rng(3)
-        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)
-        policy.begin(embeddings(random, 1))
-        policy.observe(0, softmax(random, 1, J))
-        policy.begin(embeddings(random, 2))
-        assert policy.sequences == 2
-        policy.observe(0, softmax(random, 2, J))
-
-    def test_without_an_iteration_nothing_is_observed(self) -> None:
-        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D, K)
-        with pytest.raises(ValueError, match="no iteration"):
-            policy.observe(0, np.zeros((1, J), np.float32))
-
-    def test_embeddings_wider_than_the_store(self) -> None:
-        random = np.random.default_rng(4)
-        policy = ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), 4 * D, K)
-        policy.begin(random.standard_normal((1, 4 * D), np.float32))
-        with pytest.raises(ValueError, match="kept in"):
-            ExpertMapPrefetch(ExpertMapStore(L, J, D, 2, 9), D - 1, K)
 
 
 def _seen(layer: int, spans: list[Span], probabilities: np.ndarray | None) -> LayerSeen:
@@ -387,25 +280,6 @@ def test_eviction_is_told() -> None:
     assert eviction.victims(SHAPE.experts, lambda key: True) == best.tolist()
 
 
-def test_no_embedding_and_no_probabilities() -> None:
-    maps = reference()
-    forecasts(maps, iteration(0))
-    policy = ExpertMapPolicy(maps, SHAPE.hidden)
-    span = Span("a", 0, 1, True)
-    assert policy.begin_forward([span]) == []  # not everything, as a similarity of 0 would say
-    with pytest.raises(ValueError, match="does not expose"):
-        policy.observed(_seen(0, [span], None))
-
-
-def test_narrow_embeddings_are_kept() -> None:
-    x = np.random.default_rng(0).standard_normal((4, 16), np.float32)
-    np.testing.assert_allclose(Sketch(16, 512)(x), x / np.linalg.norm(x, axis=1, keepdims=True), rtol=1e-6)
-
-
-def test_zero_stays_zero() -> None:
-    assert not Sketch(300, 64)(np.zeros((2, 300), np.float32)).any()
-
-
 def test_wide_embeddings_keep_their_cosines() -> None:
     random = np.random.default_rng(1)
     x = random.standard_normal((200, 2000)).astype(np.float32)
@@ -423,11 +297,6 @@ def test_the_signs_are_those_of_splitmix64() -> None:
     assert Sketch(5, 1)(x).ravel().tolist() == [1, -1, 1, -1, 1]
 
 
-def test_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="not"):
-        Sketch(16)(np.zeros((1, 17), np.float32))
-
-
 LAYERS, EXPERTS = 4, 4
 SPANS = (Span("a", 0, 1, True),)
 
@@ -437,10 +306,6 @@ def _blend_seen(layer: int, picked: list[int], ahead: dict[int, list[float]]) ->
         layer, SPANS, np.array([picked]), None,
         lambda distance: np.array([ahead[distance]], np.float32) if distance in ahead else None,
     )  # fmt: skip
-
-
-def _keys(wanted: list[Wanted]) -> list[int]:
-    return [want.key for want in wanted]
 
 
 def test_agreement_goes_first_and_no_more_is_asked_than_the_better_source_asks() -> None:
@@ -483,18 +348,3 @@ def test_a_map_keeps_its_distance_and_counts_until_its_layer() -> None:
     assert tested.merged(_blend_seen(2, [3], {}), []) == []
     assert tested.precision(MAP, 2, 2) == pytest.approx(2 / 3)
     assert tested.precision(MAP, 2, 1) == 0.5
-
-
-def test_an_unfinished_forward_is_forgotten() -> None:
-    tested = BlendPrefetch(LAYERS, EXPERTS, top=1, distance=1)
-    tested.begin_forward(SPANS)
-    tested.merged(_blend_seen(0, [0], {1: [1, 0, 0, 0]}), [])
-    tested.begin_forward(SPANS)
-    tested.merged(_blend_seen(1, [3], {}), [])
-    assert tested.precision(GATE, 1, 1) == 0.5
-
-
-def test_without_guesses_nothing_is_wanted() -> None:
-    tested = BlendPrefetch(LAYERS, EXPERTS, top=1, distance=3)
-    tested.begin_forward(SPANS)
-    assert _keys(tested.merged(_blend_seen(0, [0], {}), [])) == []

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiermoe.actors.policies import foreign
-from tiermoe.actors.policies.foreign import Meter
-from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted, WantedKeys
+from tiermoe.actors.policies.prefetch import LayerSeen, Span, Wanted
 from tiermoe.actors.policies.registry import NotPrepared, PolicyContext, make, options
 from tiermoe.actors.policies.routing import RerouteView
 from tiermoe.actors.policies.slot_classes import make_eviction
@@ -123,22 +121,6 @@ def test_a_property_and_a_static_method(broken: Any) -> None:
     with pytest.raises(PolicyError, match=failing(source, "looks_ahead", "AttributeError: .*'gone'")):
         _ = policy.looks_ahead
     assert policy.observed(SEEN) == [Wanted(4, 1.0)]
-
-
-@pytest.mark.parametrize("kind", ["property", "cached_property"])
-def test_a_property_that_can_be_set(broken: Any, kind: str) -> None:
-    source = (
-        f"from functools import cached_property\nclass Fifo(PrefetchPolicy):\n    name = 'x'\n    @{kind}\n"
-        "    def predicted(self): return {}['boom'] if not hasattr(self, 'found') else self.found  #!\n"
-        "    def observed(self, seen): return []\n"
-    )
-    if kind == "property":
-        source += "    @predicted.setter\n    def predicted(self, value): self.found = value\n"
-    policy = make("prefetch", options("prefetch", broken(source)), CONTEXT)
-    with pytest.raises(PolicyError, match=failing(source, "predicted", "KeyError: 'boom'")):
-        _ = policy.predicted
-    policy.predicted = 3
-    assert policy.predicted == 3
 
 
 @pytest.mark.parametrize("point", ["routing", "on_miss"])
@@ -290,12 +272,6 @@ def test_right_victims(broken: Any) -> None:
     assert [type(key) for key in policy.ranked([1, 0])] == [int, int]
 
 
-def test_wrong_ranks(broken: Any) -> None:
-    source = FIFO + "    def ranked(self, keys):  #!\n        return keys[1:]\n"
-    with pytest.raises(PolicyError, match=failing(source, "ranked()", "ValueError: .*other keys, not another order")):
-        eviction(broken(source)).ranked([1, 0])
-
-
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
@@ -317,13 +293,6 @@ def test_wrong_prefetches(broken: Any, answer: str, said: str) -> None:
     policy = make("prefetch", options("prefetch", broken(source)), CONTEXT)
     with pytest.raises(PolicyError, match=failing(source, "observed()", said)):
         policy.observed(SEEN)
-
-
-def test_right_prefetches(broken: Any) -> None:
-    source = "class Fifo(PrefetchPolicy):\n    name = 'x'\n    def observed(self, seen): return self.answer\n"
-    policy = make("prefetch", options("prefetch", broken(source)), CONTEXT)
-    for policy.answer in ([], (), [Wanted(np.int64(4), 1.0)], WantedKeys([[4, 5]], [1.0, 0.5])):
-        assert list(policy.observed(SEEN)) == list(policy.answer)
 
 
 @pytest.mark.parametrize(
@@ -369,48 +338,13 @@ def test_errors_of_ours_and_interrupts_pass(broken: Any) -> None:
         ("raise Silent", "Silent"),
     ],
 )
-def test_whatever_is_raised_is_one_line(
-    broken: Any, raised: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_is_raised_is_one_line(broken: Any, raised: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exceptions that are no `Exception`, and one that cannot say what it is, ended a command with a traceback."""
     monkeypatch.setattr(signal, "getsignal", lambda number: lambda *_: None)
     source = "class Silent(BaseException):\n    def __str__(self): raise KeyError\n" + FIFO
     policy = eviction(broken(source + f"    def used(self, keys):\n        {raised}  #!\n"))
     with pytest.raises(PolicyError, match=rf"failed in used\(\), broken.py:\d+: {said}; mend it"):
         policy.used([1])
-
-
-@pytest.mark.parametrize("where", ["field_validator('spare')", "check"])
-def test_a_refusal_that_cannot_say_why_is_a_failure(broken: Any, where: str, tmp_path: Path) -> None:
-    hook = "def check(self, policy)" if where == "check" else "@field_validator('spare')\n        def _(cls, value)"
-    kind = broken(
-        "class Mute(ValueError):\n    def __str__(self): raise KeyError\n" + FIFO
-        + f"    class Options(PolicyOptions):\n        spare: int = 0\n        {hook}: raise Mute\n"
-    )  # fmt: skip
-    preset = tmp_path / "own.yaml"
-    preset.write_text(json.dumps({"name": "own", "lossless": True, "eviction": {"kind": kind, "spare": 1}}))
-    with pytest.raises(PolicyError, match=r"failed in Options.*broken.py:\d+"):
-        load_policy(str(preset))
-
-
-def test_the_time_of_hooks_is_counted_once(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    meter, now_s = Meter(), iter(range(100))
-    meter.clock = lambda: float(next(now_s))
-    monkeypatch.setattr(foreign, "METER", meter)
-    kind = broken(FIFO.replace("pass", "self.admitted(keys[0])"))  # a hook within a hook
-    policy = eviction(kind)
-    policy.used([1])
-    policy.used([2])
-    assert meter.spent_s == {kind: 2.0}
-    make("eviction", options("eviction", "lru"), CONTEXT).admitted(1)  # of this repository
-    meter.reset()
-    assert meter.spent_s == {}
-
-
-def test_a_module_that_fails_when_it_is_asked_for_the_class(broken: Any) -> None:
-    kind = broken("def __getattr__(name):\n    raise KeyError(name)\n")
-    with pytest.raises(PolicyError, match=r"failed in import, broken.py:.*KeyError"):
-        options("eviction", kind)
 
 
 @pytest.mark.parametrize(
@@ -465,11 +399,3 @@ def test_however_it_is_written_it_works_and_is_guarded(broken: Any, source: str)
         policy.removed(3)
     with pytest.raises(PolicyError, match=r"failed in victims\(\), \w+.py:\d+: TypeError"):
         policy.victims(1, None)
-
-
-def test_a_policy_of_this_repository_is_as_it_was(broken: Any) -> None:
-    from tiermoe.actors.policies.eviction import Lru
-
-    kind = broken("class Fifo(Lru):\n    @classmethod\n    def make(cls, options, context): return Lru(2, 4)\n")
-    assert type(eviction(kind)) is Lru
-    assert type(eviction("lru")) is Lru

@@ -5,30 +5,19 @@ What is launched is carried out by torch, from the tables on the device; one tes
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
-from native_rigs import CUTS, RATE_GBPS, SplitStack, Stack, active, forwards, replacing, routed, unhurried
+from cache_rigs import EXPERTS, KEYS, SHAPE
+from native_rigs import CUTS, SplitStack, Stack, forwards, routed
 
-from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.slots import SlotPool
-from tiermoe.actors.engine.hooks import Hooks
-from tiermoe.actors.engine.placer import Placer
-from tiermoe.actors.engine.prefetching import RouterPrefetching
-from tiermoe.actors.engine.rerouting import Rerouter
-from tiermoe.actors.policies.activeevict import BudgetAwareTopK
-from tiermoe.actors.policies.moepic import SpeculativePrefetch
-from tiermoe.actors.policies.prefetch import NextGatePrefetch, PopularityPrefetch, PrefetchPolicy
 from tiermoe.errors import RuntimeFailure
-from tiermoe.kernels.expert_ffn import SHORT_ROWS, ByRows, ExpertKernel, Operands, TorchKernel
-from tiermoe.kernels.router import MOST_GPU_ROWS, LinearRouter
+from tiermoe.kernels.expert_ffn import SHORT_ROWS, ExpertKernel, Operands, TorchKernel
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -130,59 +119,6 @@ def test_as_many_pairs_as_are_kept_and_more(tokens: int) -> None:
     native.cache.close(), python.cache.close()
 
 
-def prefetch_by(
-    router: Callable[[torch.Tensor], Any], policy: Callable[[], PrefetchPolicy]
-) -> Callable[[ExpertCache], Hooks]:
-    """A rule that drops experts, and a prefetch: both read the routing as it was fetched."""
-    generator = torch.Generator().manual_seed(8)
-    routers = [router(torch.randn(EXPERTS, SHAPE.hidden, generator=generator)) for _ in range(LAYERS)]
-    blocks: list[Any] = [SimpleNamespace(router=router) for router in routers]
-
-    def hooks(cache: ExpertCache) -> Hooks:
-        ahead = RouterPrefetching(policy(), cache, blocks, EXPERTS)
-        return Hooks((Rerouter(BudgetAwareTopK(), cache, blocks, 3),), (), (ahead,))
-
-    return hooks
-
-
-def linear(weight: torch.Tensor) -> LinearRouter:
-    return LinearRouter(weight, None)
-
-
-def plain(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A router that no kernel knows."""
-    return lambda hidden: hidden @ weight.T
-
-
-HOOKS = {
-    "two layers": prefetch_by(linear, lambda: NextGatePrefetch(LAYERS, EXPERTS, 2, 2)),
-    "another router": prefetch_by(plain, lambda: NextGatePrefetch(LAYERS, EXPERTS, 2)),
-    "not announced": prefetch_by(linear, lambda: SpeculativePrefetch(LAYERS, EXPERTS, 2)),
-    "in Python": prefetch_by(linear, lambda: PopularityPrefetch(LAYERS, EXPERTS, 2)),
-    "activeevict": active(),
-    "buddies": replacing("router"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", HOOKS)
-def test_rules_and_what_looks_ahead_decide_as_on_the_page(kind: str) -> None:
-    """In native code, but for a policy in Python, which is called with the view: dropped pairs' weights, too."""
-    options = {"top_k": 3} if kind == "activeevict" else {}
-    order = "importance" if kind == "activeevict" else "lru"
-    native, python = both(6, order, hooks=HOOKS[kind], **options)
-    rng = np.random.default_rng(1)
-    for n in range(24):
-        tokens = 2 if n % 6 else MOST_GPU_ROWS + 4  # whose scores no kernel computes
-        ids = torch.from_numpy(np.argsort(rng.random((tokens, EXPERTS)), axis=1)[:, :3].copy())
-        dtype = (torch.float32, torch.bfloat16, torch.float16)[n % 3]
-        step(native, python, torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, 3).to(dtype))
-    stats = native.stats
-    assert stats.dropped + stats.substitutions > 0
-    ahead = sum(source.queued for source in stats.prefetch_sources.values())
-    assert ahead + sum(layer.vacated for layer in stats.layers) > 0
-    native.cache.close(), python.cache.close()
-
-
 @pytest.mark.parametrize("cut", ["halves", "uneven"])
 def test_split_experts(cut: str) -> None:
     native, python = SplitGpuStack(CUTS[cut], True), SplitGpuStack(CUTS[cut], False)
@@ -191,46 +127,6 @@ def test_split_experts(cut: str) -> None:
             assert torch.equal(mine, theirs)
         assert native.known() == python.known()
     native.cache.close(), python.cache.close()
-
-
-def test_arrivals_run_as_they_land() -> None:
-    """A slow link: some loads are under way when the layer runs."""
-
-    def compare(held_s: float) -> None:
-        native, python = both(EXPERTS, gbps=RATE_GBPS)
-        for stack in (native, python):
-            stack.hold(held_s)
-        ids = torch.tensor([[0, 1, 2]])
-        hidden, weights = torch.randn(1, SHAPE.hidden), torch.rand(1, 3)
-        step(native, python, hidden, ids, weights)
-        assert native.stats.layers[0].blocked_io_s > 0
-        native.cache.close(), python.cache.close()
-
-    unhurried(compare)
-
-
-def test_what_other_kernels_run_is_not_launched() -> None:
-    """Weights of another type, and experts of more rows than Triton's classes: prompts by another kernel."""
-    stack = GpuStack(KEYS, "lru", hooks=lambda _: Hooks())
-    kernel, loop = triton_of(stack.pool), TorchKernel(Operands(stack.pool.gate_up, stack.pool.down, None, None), gate)
-    mixed = ByRows({"decode": kernel, "short": kernel, "prefill": loop}, kernel)
-    assert mixed.launches is not None
-    assert mixed.launches.most_rows == SHORT_ROWS
-    assert ByRows({"decode": loop, "short": kernel, "prefill": kernel}, kernel).launches is None
-    assert ByRows(dict.fromkeys(("decode", "short", "prefill"), loop), loop).launches is None  # type: ignore[arg-type]
-    layers = [stack.layers_of(stack.layers[0].backend, Placer(stack.cache), mixed, Hooks(), on) for on in (True, False)]
-    for tokens in (1, SHORT_ROWS, SHORT_ROWS + 1):
-        ids, hidden = torch.zeros(tokens, 1, dtype=torch.int64), torch.randn(tokens, SHAPE.hidden)
-        for weights in (torch.rand(tokens, 1), torch.rand(tokens, 1).double()):
-            found, expected = (some[0].forward(hidden, ids, weights) for some in layers)
-            assert torch.equal(found, expected)
-    before = stack.known()
-    hidden, ids, weights = torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2)
-    with pytest.raises(ValueError, match="there is no such expert: 4"):
-        layers[0][0].forward(hidden, ids + 3, weights)
-    with pytest.raises(ValueError, match=r"weights are \(1, 1\) for 1 tokens, top-2"):
-        layers[0][0].forward(hidden, ids, weights[:, :1])
-    assert stack.known() == before
 
 
 @pytest.mark.parametrize("when", ["closed", "launch", "hook"])
@@ -254,26 +150,3 @@ def test_after_an_error_nothing_is_pinned(when: str, monkeypatch: pytest.MonkeyP
         stack.layers[0].forward(*inputs)
     assert not stack.cache.core.pins.any()
     assert stack.cache.core.check() == ""
-
-
-def test_threads_take_turns_while_a_pass_waits() -> None:
-    """The interpreter's lock is given up while a copy is awaited."""
-
-    def compare(held_s: float) -> None:
-        stack, turns, done = GpuStack(EXPERTS, "lru", gbps=RATE_GBPS), 0, threading.Event()
-        stack.layers[0].forward(torch.randn(1, SHAPE.hidden), torch.tensor([[3]]), torch.rand(1, 1))
-        stack.hold(held_s)
-
-        def run() -> None:
-            stack.layers[0].forward(torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2))
-            done.set()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        while not done.wait(held_s / 20):
-            turns += 1
-        thread.join()
-        assert turns > 3
-        stack.cache.close()
-
-    unhurried(compare)

@@ -18,8 +18,7 @@ from huggingface_hub import constants
 from tiermoe.actors.store.format import read_manifest
 from tiermoe.cluster.checkpoints import hub
 from tiermoe.cluster.checkpoints.hub_cache import Repository
-from tiermoe.cluster.config import check_model_dir, load_run_config
-from tiermoe.cluster.jobs.local_worker import run_config
+from tiermoe.cluster.config import check_model_dir
 from tiermoe.cluster.jobs.prepare import ensure_prepared
 from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.errors import CheckpointError, UnsupportedModelError
@@ -216,14 +215,6 @@ def test_refusals_of_the_hub(
     assert not any(file.endswith((".gguf", ".safetensors")) for file in server.fetched())
 
 
-def test_a_renamed_repository_is_followed(server: HubServer, checkpoint: Path) -> None:
-    server.add("new/tiny", checkpoint)
-    server.add(NAME, checkpoint).renamed = "new/tiny"
-    folder = hub.locate(NAME)
-    hub.complete(folder, progress=False)
-    assert (folder / "model.safetensors").is_file()
-
-
 def test_a_commit_that_the_hub_no_longer_has(server: HubServer, checkpoint: Path) -> None:
     """Between configuration and weights the repository was rewritten: no mixture of two versions."""
     served = server.add(NAME, checkpoint)
@@ -283,13 +274,6 @@ def test_an_index_may_name_files_in_folders(server: HubServer, sharded: Path) ->
     assert not hub._missing(folder)
 
 
-def test_a_single_file_is_fetched_rather_than_an_index(server: HubServer, sharded: Path, checkpoint: Path) -> None:
-    """Of a repository with both forms, as transformers does."""
-    server.add(NAME, sharded).files[hub.SINGLE] = (checkpoint / hub.SINGLE).read_bytes()
-    hub.complete(hub.locate(NAME), progress=False)
-    assert {name for name in server.fetched() if name.endswith(".safetensors")} == {hub.SINGLE}
-
-
 def test_a_repository_without_safetensors(server: HubServer, checkpoint: Path) -> None:
     served = server.add(NAME, checkpoint)
     del served.files["model.safetensors"]
@@ -314,21 +298,6 @@ def test_a_folder_is_never_taken_for_a_name(
     assert name.count("/") == 1
     assert hub.locate(name) == Path(name)
     assert server.requests == []
-
-
-def test_a_cache_without_the_branch_main(tmp_path: Path) -> None:
-    folder = tmp_path / "models--org--tiny"
-    (folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    assert hub.locate(str(folder)) == folder / "snapshots" / ("0" * 40)
-    (folder / "snapshots" / ("1" * 40)).mkdir()
-    with pytest.raises(CheckpointError, match="names no snapshot for the branch main, and has 2"):
-        hub.locate(str(folder))
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("../../../etc")
-    with pytest.raises(CheckpointError):
-        hub.locate(str(folder))
-    (folder / "refs" / "main").write_text("1" * 40)
-    assert hub.locate(str(folder)) == folder / "snapshots" / ("1" * 40)
 
 
 def cached(snapshots: int, checkpoint: Path) -> list[Path]:
@@ -373,14 +342,6 @@ def test_several_snapshots_without_refs_are_named(
     assert hub.locate(f"{NAME}@{second.name}") == second
     with pytest.raises(CheckpointError, match=f"has 2: {first.name}, {second.name}; pass one of its folders"):
         hub.locate(str(second.parents[1]))
-
-
-def test_every_command_takes_a_name(server: HubServer, checkpoint: Path) -> None:
-    server.add(NAME, checkpoint)
-    folder = hub.locate(NAME)
-    assert run_config(NAME).model_dir == folder  # eval, record, bench
-    assert hub.located(load_run_config(None, {"model": NAME})).model_dir == folder
-    assert hub.located(load_run_config()).model is None
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from tiermoe.actors.engine.model.form_kernels import FormKernels
 from tiermoe.actors.engine.model.kernels import (
     Kernels,
     KernelTime,
-    expert_kernel_times,
     expert_seconds,
     fastest,
     fill_slots,
@@ -109,22 +108,6 @@ def test_what_computes_something_else_is_found_out(slots: int) -> None:
     assert beside is None if slots == 1 else "runs beside it" in str(beside)
 
 
-def test_slots_are_filled_as_far_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = pool_in(torch.float32)
-    for tensor in pool.tensors:
-        tensor.zero_()
-    assert fill_slots(pool, 2) == 2
-    assert pool.gate_up[:2].std() > 0.1
-    assert (pool.gate_up[2] == 0).all()
-    assert fill_slots(pool, 9) == 3
-    loop = TorchKernel(operands(pool), gate_for("silu"))
-    times = expert_kernel_times(pool, {"loop": loop}, [1, 20], repeats=2)
-    assert [(t.kernel, t.row_class, t.rows, t.experts) for t in times] == [
-        ("loop", "decode", 1, 3), ("loop", "short", 20, 3),
-    ]  # fmt: skip
-    assert all(t.us > 0 and t.gbps == pytest.approx(pool.bytes / t.device_us / 1e3) for t in times)
-
-
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small trials, and no choice that an earlier test has made."""
@@ -149,9 +132,7 @@ def on_gpu(pool: SlotPool, setting: str, monkeypatch: pytest.MonkeyPatch) -> Ker
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")
 @pytest.mark.parametrize("setting", ["auto", "triton", "grouped"])
-def test_candidates_are_tried_measured_and_joined(
-    setting: str, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_candidates_are_tried_measured_and_joined(setting: str, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_in(torch.float32)
     kernels = on_gpu(pool, setting, monkeypatch)
     plan = kernels.plan
@@ -200,21 +181,3 @@ def test_kernels_of_published_forms() -> None:
         FormKernels(pool, "triton", blocks)
     with pytest.raises(ConfigError, match="does not run experts in the form"):
         FormKernels(pool, "grouped", blocks)
-
-
-def test_an_experts_seconds_are_its_share_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, the planner of `auto` put each expert on a GPU at a launch of its own."""
-    clock = [0.0]
-    monkeypatch.setattr(kernel_times.time, "perf_counter", lambda: clock[0])
-
-    class Launches:
-        def run(self, hidden: torch.Tensor, pairs: Any, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-            assert [first for *_, first, _, _ in groups] == [e * NEURONS for e in range(len(groups))]
-            assert (len(hidden) * top_k, len(pairs)) == (len(y), len(y))
-            clock[0] += 40 + sum(4 + (stop - start - 1) for start, stop, *_ in groups)
-
-    pool, kernel = pool_in(torch.float32), Launches()
-    assert expert_seconds(kernel, pool) == pytest.approx((44, 1))  # type: ignore[arg-type]
-    share_s, row_s = expert_seconds(kernel, pool, together=8)  # type: ignore[arg-type]
-    assert share_s == pytest.approx((40 + 3 * 4) / 3)  # there are three slots
-    assert row_s == pytest.approx(1)

@@ -12,7 +12,6 @@ from fake_api import FakeBackend, ask, error, serving
 
 from tiermoe.cluster.api.admission import Admission
 from tiermoe.cluster.api.keys import ANYONE, Key, KeyRing, read_keys
-from tiermoe.cluster.jobs.watched import FileWatch
 from tiermoe.errors import ConfigError
 
 _FILE = """
@@ -156,21 +155,6 @@ def test_a_refused_file_takes_keys_out_of_force_and_brings_none(
     assert ring.find(b"Bearer sesame-open") is not None
 
 
-def test_a_refused_file_is_said_once_and_when_it_is_right_again(file: Path) -> None:
-    now_s, said = 0.0, list[str]()
-    ring = KeyRing(file, lambda: now_s, lambda line: None)
-    watch = FileWatch({f"key file '{file}'": ring.refresh}, said.append)
-    for mode in (0o600, 0o644, 0o644, 0o600):
-        now_s += 1.0
-        file.chmod(mode)
-        watch.look()
-    assert said == [
-        f"others may read key file '{file}' (mode 0644); chmod 600 {file} "
-        "(2 of 2 former keys stay in force: those that it names)",
-        f"key file '{file}' is right again",
-    ]
-
-
 def test_keys_open_everything_but_health(file: Path) -> None:
     good = [bearer("sesame-open"), bearer("0123456789abcdef"), {"Authorization": "bEARER  sesame-open"}]
     bad: list[dict[str, str]] = [{}, bearer("wrong"), {"Authorization": "sesame-open"}, bearer(""),
@@ -263,8 +247,7 @@ def test_turns_go_by_tokens_served() -> None:
 
 
 def test_prompts_beyond_the_kv_cache_wait_where_keys_have_turns() -> None:
-    """Guards: all 64 slots of the runtime were one key's long prompts, behind which another key's waited for minutes.
-    """
+    """Guards: all 64 slots of the runtime were one key's long prompts, behind which another key's waited."""
 
     async def call() -> tuple[list[str], list[str]]:
         admission, order = Admission(64, 100, prompt_tokens=1000), list[str]()

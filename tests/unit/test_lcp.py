@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiermoe.actors.policies.eviction import Lfu, Lru, RandomOrder
+from tiermoe.actors.policies.eviction import RandomOrder
 from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.slot_classes import SlotClasses
 
@@ -80,14 +80,6 @@ class TestLcp:
                 held.append(key)
             policy.used([key])
 
-    def test_what_runs_elsewhere_counts(self) -> None:
-        policy = Lcp(1, EXPERTS)
-        policy.routed([3], [9], 9)  # never held meanwhile
-        policy.routed([1], [1], 9)
-        policy.admitted(1)
-        policy.admitted(3)
-        assert policy.victims(2, anything) == [1, 3]
-
     def test_a_guess_is_not_the_first_to_go_for_ever(self) -> None:
         policy = Lcp(1, EXPERTS, omega=1)
         policy.routed([0], [1], 1)
@@ -96,13 +88,6 @@ class TestLcp:
         policy.admitted(1)
         policy.admitted(5)  # never picked: counts as picked once, now
         assert policy.victims(3, anything) == [0, 1, 5]
-
-    def test_equal_ones_leave_in_the_order_of_admission(self) -> None:
-        policy = Lcp(1, EXPERTS)
-        policy.routed([4, 2, 3], [1, 1, 1], 1)
-        for key in (3, 4, 2):
-            policy.admitted(key)
-        assert policy.victims(3, anything) == [3, 4, 2]
 
     @pytest.mark.parametrize(("rho", "omega"), [(0, 1), (1, 1), (0.5, 0)])
     def test_refuses(self, rho: float, omega: float) -> None:
@@ -128,12 +113,6 @@ class TestSplit:
         policy.removed(EXPERTS + 1)
         assert of_class(policy, 1) == [EXPERTS]
 
-    def test_ranked_takes_turns(self) -> None:
-        policy = SlotClasses([Lcp(1, EXPERTS) for _ in range(LAYERS)], LAYERS, EXPERTS, split=True)
-        policy.routed([0, 1], [1, 2], 2)
-        policy.routed([EXPERTS, EXPERTS + 1], [2, 1], 2)
-        assert policy.ranked([0, 1, EXPERTS, EXPERTS + 1]) == [1, EXPERTS, 0, EXPERTS + 1]
-
 
 class TestRandom:
     def test_all_are_as_likely(self) -> None:
@@ -147,26 +126,3 @@ class TestRandom:
             policy.admitted(victim)
         assert sorted(gone) == list(range(5))
         assert all(300 < count < 500 for count in gone.values())
-
-    def test_the_seed_decides(self) -> None:
-        def order(seed: int) -> list[int]:
-            policy = RandomOrder(seed)
-            for key in range(20):
-                policy.admitted(key)
-            return policy.victims(20, anything)
-
-        assert order(1) == order(1) != order(2)
-        assert sorted(order(1)) == list(range(20))
-
-
-def test_ranked_of_lru_and_lfu() -> None:
-    lru, lfu = Lru(1, EXPERTS), Lfu(1, EXPERTS)
-    for policy in (lru, lfu):
-        for key in (0, 1, 2):
-            policy.admitted(key)
-        policy.used([2, 0])
-        policy.used([2])
-        policy.used([0])
-        policy.used([2])
-    assert lru.ranked([0, 1, 2, 5]) == [2, 0, 1, 5]
-    assert lfu.ranked([5, 0, 1, 2]) == [2, 0, 1, 5]

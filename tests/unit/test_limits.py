@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -19,10 +18,8 @@ from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import engine_settings, load_run_config, on_this_machine
 from tiermoe.cluster.host import cpu
 from tiermoe.cluster.jobs import devices, doctor
-from tiermoe.cluster.jobs.prepare.capture import load_model
 from tiermoe.cluster.topology.inputs import local_ray, this_machine
 from tiermoe.errors import ConfigError
-from tiermoe.proto.options import default_spin_s
 
 MIB, GIB = 1 << 20, 1 << 30
 _MACHINE = limits.Memory(24 * GIB, limits.MACHINE, 21 * GIB, limits.MACHINE)
@@ -98,14 +95,6 @@ def test_the_least_of_all_levels_holds(version: str, root: Path) -> None:
     assert limits.memory_words(limits.memory()) == f"1000 B free ({above}) of 2.00 GiB ({own})"
 
 
-@pytest.mark.parametrize(("quota", "cores"), [(0.5, 1), (1.0, 1), (1.5, 1), (2.0, 2), (64.0, 8)])
-@pytest.mark.parametrize("version", VERSIONS)
-def test_quotas_are_rounded_down_to_at_least_one_core(version: str, quota: float, cores: int, root: Path) -> None:
-    make_groups(root, version, "slice", cores=quota)
-    assert limits.usable_cores() == cores
-    assert (default_spin_s() > 0) == (cores > 1)  # who polls takes the peer's share of one core
-
-
 def test_what_is_unusual_is_no_limit_and_no_error(root: Path) -> None:
     assert limits.cores() == (8, limits.MACHINE)  # no files: another system
     assert limits.memory() == _MACHINE
@@ -130,16 +119,6 @@ def test_the_soft_limit_counts_and_one_above_the_mount_too(root: Path) -> None:
     stat = root / "sys/fs/cgroup/memory/job/memory.stat"
     stat.write_text(f"hierarchical_memory_limit {400 * MIB}\ntotal_inactive_file 0\n")
     assert limits.memory()[:3] == (400 * MIB, "hierarchical_memory_limit of /docker/abc/job", 300 * MIB)
-
-
-def test_names_with_blanks_and_a_second_mount(root: Path) -> None:
-    """Blanks are written in octal. Of two mounts, the one that shows more levels counts."""
-    make_groups(root, "v2", "slice", cores=2)
-    (root / "sys/fs/cgroup").rename(root / "sys/fs/a b")
-    (root / "proc/self/mountinfo").write_text(
-        "60 1 0:1 /system.slice/x.service /only rw - cgroup2 none rw\n61 1 0:1 / /sys/fs/a\\040b rw - cgroup2 none rw\n"
-    )
-    assert limits.cores() == (2, "cpu.max of /system.slice")
 
 
 def test_doctor_and_plan_say_what_bounds_them(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,18 +178,3 @@ def test_threads_of_other_commands_and_of_python(root: Path, command: Command, t
     assert record["spec"]["threads"] == 1
     joined = {"threads": 999, "ray": {"address": "head:6379"}}  # the nodes have other cores
     assert on_this_machine(load_run_config(None, joined)).threads == 999
-
-
-def test_preparing_computes_on_the_usable_cores(
-    root: Path, monkeypatch: pytest.MonkeyPatch, mixtral_store: Any
-) -> None:
-    """Torch knows affinity and no quota: in a container of one core it started a thread for each of the machine's."""
-    import torch
-
-    make_groups(root, "v2", "pod", cores=1.5)
-    given = list[int]()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
-    view = mixtral_store.describe()
-    load_model(Path(view.path), view.manifest)
-    assert given == [1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -20,14 +19,13 @@ from tiermoe.actors.engine.cache import device as cpu_device
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import Copied, CpuDevice
 from tiermoe.actors.engine.cache.loader import DEMAND, PREFETCH, Loader, LoadJob
-from tiermoe.actors.engine.cache.places import linkable
 from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.make_cache import make_link
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.residency import State
-from tiermoe.actors.settings import CopySettings, LinkSettings
+from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.errors import ConfigError, RuntimeFailure
 
@@ -102,29 +100,12 @@ def finished(item: LoadJob) -> LoadJob:
     return item
 
 
-def test_first_come_first_served(loader: Loader, device: HeldDevice) -> None:
-    submitted = jobs("abcd")
-    loader.submit(submitted[:1], DEMAND)
-    loader.submit(submitted[1:], DEMAND)
-    assert order(device, 4) == "abcd"
-    assert all(finished(item).copied == Copied(ord(item.src), 200.0) for item in submitted)
-
-
 def test_demand_overtakes_prefetch_but_does_not_interrupt_it(loader: Loader, device: HeldDevice) -> None:
     loader.submit(jobs("pqr", prefetch=True), PREFETCH)
     assert device.next() == "p"
     loader.submit(jobs("ab"), DEMAND)
     device.go.release()
     assert order(device, 4) == "abqr"
-
-
-def test_done_is_set_after_the_copy_and_not_before(loader: Loader, device: HeldDevice) -> None:
-    item = job("a")
-    loader.submit([item], DEMAND)
-    assert device.next() == "a"
-    assert (item.started, item.done.is_set(), loader.pending) == (True, False, 1)
-    device.go.release()
-    assert finished(item).copied == Copied(ord("a"), 200.0)
 
 
 def test_promote_puts_a_prefetch_behind_earlier_demand(loader: Loader, device: HeldDevice) -> None:
@@ -138,18 +119,6 @@ def test_promote_puts_a_prefetch_behind_earlier_demand(loader: Loader, device: H
     device.go.release()
     assert order(device, 5) == "aqbpr"
     assert prefetched[1].prefetch  # why it was asked for stays known
-
-
-def test_promote_after_the_start_does_nothing(loader: Loader, device: HeldDevice) -> None:
-    item = job("p", prefetch=True)
-    loader.submit([item], PREFETCH)
-    assert device.next() == "p"
-    loader.promote(item)
-    assert loader.pending == 1
-    device.go.release()
-    finished(item)
-    loader.submit(jobs("z"), DEMAND)
-    assert device.next() == "z"
 
 
 def test_cancel_before_the_start(loader: Loader, device: HeldDevice) -> None:
@@ -287,16 +256,6 @@ def test_a_promoted_prefetch_goes_before_the_others(linked: Linked) -> None:
     assert linked.order() == [3, 0, 8]
 
 
-def test_promoting_what_has_ended_changes_nothing(linked: Linked) -> None:
-    linked.cache.prefetch([4])
-    linked.await_idle()
-    plan = begin_layer(linked.cache, 1, [4], arrivals=False)
-    assert plan.arriving == 1
-    assert linked.cache.link.pending == 0
-    end_layer(linked.cache, plan)
-    assert linked.holds(4)
-
-
 def test_copies_follow_each_other_at_the_links_rate(linked: Linked) -> None:
     begin_layer(linked.cache, 0, [0, 1, 2])
     copies = linked.copies()
@@ -379,16 +338,6 @@ def test_what_it_cannot_convert_is_left_to_torch(stored: torch.dtype, kept: torc
     assert isinstance(link, _core.ThreadLink if native else _core.PythonLink)
 
 
-def test_promises_are_left_to_the_loader_that_can_wait_for_them() -> None:
-    class Remote:
-        def expert(self, index: int) -> tuple[torch.Tensor, ...]:
-            raise AssertionError("not asked here")
-
-    shape = ExpertShape(num_experts=4, intermediate=8, hidden=16, gates=2, has_bias=False)
-    pool = SlotPool.allocate(shape, 2, torch.float32, torch.device("cpu"))
-    assert not linkable(pool, [*weights(torch.bfloat16), Remote()])
-
-
 class Clock:
     """`time` for the device: passes only when slept."""
 
@@ -436,26 +385,6 @@ def test_a_copy_takes_latency_and_bytes_over_bandwidth(
     assert clock.slept_s == pytest.approx(seconds)
 
 
-def test_copies_follow_each_other_without_overlap(clock: Clock) -> None:
-    device = CpuDevice(LinkSettings(gbps=0.001))
-    first, second = copy(device), copy(device)
-    assert second.start_s == pytest.approx(first.end_s)
-    clock.now_s += 5.0
-    third = copy(device)
-    assert third.start_s == pytest.approx(second.end_s + 5.0)  # an idle link starts at once
-    assert third.end_s == pytest.approx(third.start_s + 0.004)
-
-
-def test_the_real_clock_is_never_faster_than_the_link() -> None:
-    device, copies, nbytes = CpuDevice(LinkSettings(gbps=0.01, latency_us=200)), 5, 40_000
-    began_s = time.perf_counter()
-    spans = [copy(device, nbytes) for _ in range(copies)]
-    each_s = 200e-6 + nbytes / 0.01e9
-    assert time.perf_counter() - began_s >= copies * each_s
-    assert all(span.end_s - span.start_s >= each_s * 0.999 for span in spans)
-    assert all(later.start_s >= earlier.end_s for earlier, later in pairwise(spans))
-
-
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 def test_widening_is_exact(stored: torch.dtype) -> None:
     source = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(stored)
@@ -463,17 +392,6 @@ def test_widening_is_exact(stored: torch.dtype) -> None:
     CpuDevice(LinkSettings()).copy((slot,), (source,), None)
     assert torch.equal(slot.to(stored), source)
     assert torch.equal(slot, source.float())
-
-
-def test_a_tensor_too_many_is_refused() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        CpuDevice(LinkSettings()).copy((torch.zeros(2),), (torch.zeros(2), torch.zeros(2)), None)
-
-
-def test_the_cpu_does_not_claim_what_it_cannot() -> None:
-    device = CpuDevice(LinkSettings())
-    assert (device.executor, device.torch_device, device.mark_use()) == ("emulated", torch.device("cpu"), None)
-    assert device.pin([], CopySettings()) == ([], None)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "auto"])

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from serving import prepared, serving, serving_both, settings
-from tiny_models import VOCAB, save_tiny_checkpoint
+from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
-from tiermoe.actors.engine.serving.sampling import PromptRows, prompt_rows, token_logprob
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from tiermoe.actors.settings import KvSettings
@@ -62,9 +61,7 @@ def check(found: list[TokenLogprob], ids: tuple[int, ...], reference: torch.Tens
 
 
 @BOTH
-def test_of_prompt_and_generated_tokens(
-    workers: dict[str, GpuWorker], model: torch.nn.Module, batching: str
-) -> None:
+def test_of_prompt_and_generated_tokens(workers: dict[str, GpuWorker], model: torch.nn.Module, batching: str) -> None:
     plain = SamplingParams(6, ignore_eos=True)
     asked = [
         plain,
@@ -104,20 +101,3 @@ def test_no_stop_token_before_min_tokens(
             assert longer[:stops_at] == free[:stops_at]
         assert free[3] not in longer[:8]
         assert len(longer) >= 8
-
-
-
-def test_rows_of_a_chunk() -> None:
-    prompt = (5, 6, 7, 8)
-    assert prompt_rows("r", prompt, 2, 10, 2, 0) == PromptRows("r", 10, (6, 7), 1, 2)
-    assert prompt_rows("r", prompt, 2, 0, 2, 2) == PromptRows("r", 0, (8,), 3, 2)  # the last row predicts no prompt
-    assert prompt_rows("r", prompt, 2, 0, 1, 3) is None
-    assert prompt_rows("r", prompt, 2, 0, 1, 7) is None  # decode
-    assert prompt_rows("r", prompt, None, 0, 4, 0) is None
-
-
-def test_equal_ones_are_listed_by_number() -> None:
-    found = token_logprob(torch.zeros(4), 2, 3)
-    assert found.logprob == pytest.approx(-1.3862944)
-    assert [token for token, _ in found.top] == sorted(token for token, _ in found.top)
-    assert len(token_logprob(torch.zeros(VOCAB), 0, 20).top) == 20

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from channel_peer import wait_until
 from map_contexts import MAPS, SETTINGS, SHAPE, TOP_K, Iteration, forecasts, iteration, reference
 
 from tiermoe.actors.matcher import Matcher, ShardLinks
@@ -68,20 +66,6 @@ def test_answers_are_the_forecasts(served: Matcher, sequences: int) -> None:
     assert 0.0 < health["mean_trajectory_score"] <= 1.0
 
 
-def test_the_last_layers_in_one_context(served: Matcher) -> None:
-    """Stored like those that come alone; the answer is that of the last."""
-    policy, first = reference(), SHAPE.layers - 1 - MAPS.distance
-    for number in range(3):
-        shown = iteration(number, 2)
-        expected = forecasts(policy, shown)
-        for context, forecast in zip(shown.contexts()[: first + 1], expected, strict=False):
-            check(served.handle(context), forecast, number)
-        rest = np.concatenate(shown.probabilities[first:], axis=1)
-        assert served.handle(replace(shown.at(first), probabilities=rest)) is None
-    assert served.health()["iterations"] == 3
-    np.testing.assert_array_equal(served._maps.arrays()["maps"], policy.store.arrays()["maps"])
-
-
 def test_over_a_channel() -> None:
     board, policy = LocalDirectory(), reference()
     with closing(matcher(directory=board)), open_channel(board.addresses[MATCHER]) as channel:
@@ -135,13 +119,6 @@ def test_what_is_not_for_it_is_refused(served: Matcher) -> None:
     assert served.health()["maps"] == 1
 
 
-def test_top_k_and_ways_are_checked() -> None:
-    with pytest.raises(ConfigError, match="top_k"):
-        Matcher(SETTINGS, MAPS, SHAPE, 9, LocalDirectory())
-    with pytest.raises(ConfigError, match="4 shards and connections to 1"):
-        ShardLinks(ShardSettings(count=4), [PeerLink(LocalDirectory(), name=shard_name(1))])
-
-
 class TestStore:
     def test_a_restart_begins_with_the_snapshot(self, tmp_path: Path) -> None:
         path = str(tmp_path / "maps")
@@ -157,14 +134,6 @@ class TestStore:
                 forecasts(policy, iteration(number))
             for answer, forecast in zip(show(second, iteration(2)), forecasts(policy, iteration(2)), strict=True):
                 check(answer, forecast, 2)
-
-    def test_snapshots_are_taken_while_it_serves(self, tmp_path: Path) -> None:
-        path = tmp_path / "maps"
-        settings = SETTINGS.model_copy(update={"snapshot_s": 0.02})
-        with closing(matcher(snapshot=str(path), settings=settings)) as it:
-            show(it, iteration(0))
-            wait_until(lambda: it.health()["snapshots"] > 0)
-            assert path.exists()
 
     def test_an_unusable_snapshot_is_moved_aside(self, tmp_path: Path) -> None:
         path = tmp_path / "maps"

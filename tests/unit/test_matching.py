@@ -23,10 +23,10 @@ from orders_reference import Lru, MapOrder
 from tiermoe.actors.engine.peers.matcher import MatcherLink, MatcherPrefetch, tell_eviction
 from tiermoe.actors.engine.peers.shards import Shards
 from tiermoe.actors.matcher import Matcher
-from tiermoe.actors.policies.fmoe import BlendPrefetch, ExpertMapEviction
+from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, Wanted
 from tiermoe.actors.settings import ShardSettings
-from tiermoe.errors import DeadlinePassed, PeerLost
+from tiermoe.errors import PeerLost
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand
 from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink, shard_name
 
@@ -126,12 +126,6 @@ def command(number: int, layer: int, *keys: int, hints: int = 0) -> PrefetchComm
 
 
 class TestPublish:
-    def test_a_forward_that_it_joins_midway(self) -> None:
-        """Nothing was published of its beginning: no other number of sequences is assumed."""
-        with linked() as (link, _, channel):
-            link.observe(0, 2, np.zeros(2, np.int64), np.ones((2, SHAPE.experts), np.float32))
-            assert channel.sent[0].context.embedding.shape == (2, 0)
-
     @pytest.mark.parametrize("first", [0, TAIL, TAIL + 1])
     def test_the_layers_behind_the_last_forecast_go_together(self, first: int) -> None:
         """Also of a forward that began before the link, and none of one that failed."""
@@ -180,18 +174,6 @@ class TestPublish:
 
 
 class TestTake:
-    def test_commands_in_the_order_of_their_contexts(self) -> None:
-        with linked() as (link, _, channel):
-            begin(link, 0)
-            begin(link, 0)
-            channel.sent[1].give(command(0, 1, 24, 25))
-            assert link.take(0, 0) == []  # the one before is not there
-            channel.sent[0].give(command(0, 0, 8, 16, hints=1))
-            taken = link.take(0, 0)
-            assert [c.keys.tolist() for c in taken] == [[8, 16], [24, 25]]
-            assert [c.hints for c in taken] == [1, 0]
-            assert link.take(0, 0) == []
-
     def test_what_is_late_is_dropped_and_counted(self) -> None:
         with linked() as (link, _, channel):
             begin(link, 0)
@@ -204,33 +186,8 @@ class TestTake:
             assert [(c.keys.tolist(), c.priorities.tolist(), c.hints) for c in taken] == [([17, 18], [4.0, 2.0], 1)]
             assert (link.report()["late"], link.report()["commands"]) == (2, 1)
 
-    @pytest.mark.parametrize(
-        ("answer", "layer", "silent", "late"),
-        [(command(0, 0, 8, 17, hints=1), 1, 0, 1), (DeadlinePassed("no answer", "wait"), 0, 0, 1), (None, 0, 1, 0)],
-        ids=["only hints are left", "after its deadline", "no forecast is no failure"],
-    )
-    def test_answers_without_keys(self, answer: Any, layer: int, silent: int, late: int) -> None:
-        with linked() as (link, _, channel):
-            begin(link, 0)
-            channel.sent[0].give(answer)
-            assert link.take(0, layer) == []
-            assert (link.report()["silent"], link.report()["late"]) == (silent, late)
-
 
 class TestSource:
-    def test_no_maps_then_maps(self) -> None:
-        with linked() as (link, _, channel):
-            assert link.source == "next-gate"
-            begin(link, 0)
-            channel.sent[0].give(None)
-            link.take(0, 0)
-            assert "no maps" in str(link.problem)
-            begin(link, 1)
-            channel.sent[1].give(command(1, 0, 9))
-            link.take(1, 0)
-            assert link.problem is None
-            assert link.source == "expert-map"
-
     def test_slow_and_again_in_time(self, caplog: pytest.LogCaptureFixture) -> None:
         with linked() as (link, _, channel), caplog.at_level(logging.INFO):
             for number in range(16):
@@ -267,21 +224,6 @@ class TestSource:
             second.sent[0].give(command(1, 0, 9))
             assert len(link.take(1, 0)) == 1
             assert link.source == "expert-map"
-
-    def test_a_submit_that_fails_is_a_loss(self) -> None:
-        with linked() as (link, _, channel):
-            channel.prompt = True
-            begin(link, 0)
-            real = channel.submit
-
-            def dies(message: Context, deadline_s: float) -> FakePending:
-                channel.alive = False
-                return real(message, deadline_s)
-
-            channel.submit = dies  # type: ignore[method-assign]
-            observe(link, 0, 0)
-            assert link.report()["lost"] == 1
-            assert link.source == "next-gate"
 
     def test_a_matcher_for_another_model_is_not_used(self) -> None:
         fake = FakeLink()
@@ -429,17 +371,6 @@ def test_next_gate_steps_in() -> None:
         assert link.report()["fallback_layers"] == 1
 
 
-def test_blend_judges_by_ids_and_a_model_without_probabilities_is_refused() -> None:
-    spans = [Span("a", 0, 1, True)]
-    with linked() as (link, _, _):
-        assert _policy(link, blend=BlendPrefetch(L, E, K, 2)).needs_ids
-        policy = _policy(link)
-        assert not policy.needs_ids
-        policy.begin_forward(spans)
-        with pytest.raises(ValueError, match="does not expose"):
-            policy.observed(_seen(0, spans)._replace(probabilities=None))
-
-
 class FakePeer:
     """A shard that takes every message."""
 
@@ -455,7 +386,12 @@ class FakePeer:
 @pytest.mark.parametrize("load", [True, False])
 def test_commands_are_passed_on_to_the_owners(load: bool) -> None:
     shards = Shards(
-        ShardSettings(count=2), [PeerLink(LocalDirectory(), name=shard_name(1))], L, E, SHAPE.hidden, None  # type: ignore[arg-type]
+        ShardSettings(count=2),
+        [PeerLink(LocalDirectory(), name=shard_name(1))],
+        L,
+        E,
+        SHAPE.hidden,
+        None,  # type: ignore[arg-type]
     )
     peer: Any = FakePeer()
     shards.peers = {"shard/1": peer}

@@ -14,7 +14,6 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiermoe
-from tiermoe.cluster.api.metrics import RuntimeCounters
 
 _DASHBOARD = Path(tiermoe.__file__).parent / "configs" / "grafana" / "tiermoe.json"
 
@@ -95,15 +94,3 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         assert not own & cells
         assert at["x"] + at["w"] <= 24
         cells |= own
-
-
-def test_memory_that_experts_and_kv_cache_share() -> None:
-    counters = RuntimeCounters()
-    counters.stats = {"slots": 9, "shared": {"kv_tokens": 64, "to_kv": 3, "to_experts": 2}}
-    samples = [sample for family in counters.collect() for sample in family.samples]
-    found = {sample.name: sample.value for sample in samples if not sample.labels}
-    assert (found["tiermoe_expert_slots"], found["tiermoe_kv_cache_tokens"]) == (9, 64)
-    (moves,) = [family for family in counters.collect() if family.name == "tiermoe_memory_moves"]
-    assert {sample.labels["to"]: sample.value for sample in moves.samples} == {"kv": 3, "experts": 2}
-    counters.stats = {"slots": 9, "shared": None}
-    assert not any(family.name == "tiermoe_kv_cache_tokens" for family in counters.collect())

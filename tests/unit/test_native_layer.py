@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,25 +11,17 @@ import numpy as np
 import pytest
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
-from native_rigs import HOLD_S, RATE_GBPS, TOP, Stack, active, replacing, routed, unhurried
+from native_rigs import HOLD_S, RATE_GBPS, TOP, Stack, routed
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.prefetching import RouterPrefetching
-from tiermoe.actors.engine.rerouting import Rerouter
-from tiermoe.actors.engine.stats import SourceStats
-from tiermoe.actors.policies import buddymoe
-from tiermoe.actors.policies.baselines import Predictor, StridePrefetch
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
-from tiermoe.actors.policies.moepic import SpeculativePrefetch
-from tiermoe.actors.policies.prefetch import NextGatePrefetch, PopularityPrefetch, PrefetchPolicy
-from tiermoe.actors.policies.residency import ResidencyError, State
-from tiermoe.actors.policies.routing import Rerouted, Rerouting
+from tiermoe.actors.policies.prefetch import NextGatePrefetch
+from tiermoe.actors.policies.residency import ResidencyError
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS
 from tiermoe.kernels.router import LinearRouter
-
-POLICIES = ["lru", "lru-sweep", "lfu", "lfu-decay", "random", "lcp"]
 
 
 def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
@@ -49,80 +40,6 @@ def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
         return Hooks(ahead=(RouterPrefetching(policy, cache, blocks, EXPERTS),))
 
     return hooks
-
-
-def asked_in_python(kind: str) -> Callable[[ExpertCache], Hooks]:
-    """A prefetch that native code does not know, which reads ids, probabilities or scores, or waits; or a rule."""
-    rng, generator = np.random.default_rng(2), torch.Generator().manual_seed(2)
-    routers = [LinearRouter(torch.randn(EXPERTS, SHAPE.hidden, generator=generator), None) for _ in range(LAYERS)]
-    if kind == "plain routers":
-        routers = [lambda hidden, router=router: router(hidden) for router in routers]  # type: ignore[misc]
-    blocks: list[Any] = [SimpleNamespace(router=router) for router in routers]
-
-    def matrix(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32)
-
-    def policy() -> PrefetchPolicy:
-        if kind == "ids":
-            return PopularityPrefetch(LAYERS, EXPERTS, 2)
-        if kind == "probabilities":
-            one = np.ones(EXPERTS, np.float32)
-            predictor = Predictor(one, one, matrix(EXPERTS, 5), matrix(5), matrix(5, EXPERTS), matrix(EXPERTS))
-            return StridePrefetch([predictor] * (LAYERS - 1), EXPERTS, 2, 1)
-        if kind == "scores of the next forward":
-            return SpeculativePrefetch(LAYERS, EXPERTS, 2)
-        return NextGatePrefetch(LAYERS, EXPERTS, 2, 2, synchronous=kind == "waits")
-
-    def hooks(cache: ExpertCache) -> Hooks:
-        ahead = RouterPrefetching(policy(), cache, blocks, EXPERTS)
-        rules = [Rerouter(Gated(), cache, blocks, TOP)] if kind == "a rule" else []
-        return Hooks(rules, (), (ahead,))
-
-    return hooks
-
-
-class Gated(Rerouting):
-    """Drops what is picked last, by a rule that native code does not know."""
-
-    name = "test"
-
-    def reroute(self, layer: int, ids: Any, weights: Any, probabilities: Any, view: Any) -> Rerouted:
-        weights = weights.copy()
-        weights[:, -1] = 0
-        return Rerouted(ids, weights, 0, len(ids))
-
-
-@pytest.mark.parametrize(
-    "kind", ["ids", "probabilities", "scores of the next forward", "plain routers", "waits", "a rule"]
-)
-@pytest.mark.parametrize("slots", [TOP + 1, 9, KEYS - 2])
-def test_a_native_call_calls_a_prefetch_in_python(kind: str, slots: int) -> None:
-    native = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind))
-    python = Stack(slots, "lru", min_useful=0.2, hooks=asked_in_python(kind), native=False)
-    rng = np.random.default_rng(slots)
-    for step in range(40):
-        step_both(native, python, rng, step)
-    assert sum(source.queued for source in native.stats.prefetch_sources.values()) > 0
-    native.cache.close(), python.cache.close()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("slots", [2, EXPERTS, KEYS - 5, KEYS - 2, KEYS])
-def test_native_calls_are_the_step_in_python(policy: str, slots: int) -> None:
-    """On demand, and with prefetches that have arrived: every decision is the same, step by step."""
-    native, python = Stack(slots, policy, min_useful=0.3), Stack(slots, policy, min_useful=0.3, native=False)
-    rng = np.random.default_rng(slots)
-    for step in range(60):
-        begin(native, python, rng)
-        for index in range(LAYERS):
-            wanted = rng.permutation(KEYS)[: rng.integers(0, EXPERTS)].tolist() if step % 3 else []
-            inputs = routed(rng, 24)
-            native.ahead.wanted = python.ahead.wanted = wanted
-            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
-            native.settle(), python.settle()  # copies under way: `test_prefetches_under_way`
-        assert native.known() == python.known()
-    assert sum(layer.forwards for layer in native.stats.layers) == 60 * LAYERS
-    native.cache.close(), python.cache.close()
 
 
 NATIVE_ORDERS = ("lru", "lru-sweep", "lfu", "lfu-decay", "expert-map", "expert-map-decay", "worth")
@@ -164,43 +81,6 @@ def begin(native: Stack, python: Stack, rng: np.random.Generator) -> None:
         stack.cache.core.decode_only = decode
 
 
-def test_what_was_prefetched_before_a_reset_counts_for_no_source() -> None:
-    native, python = Stack(8, "lru"), Stack(8, "lru", native=False)
-    inputs = routed(np.random.default_rng(1), 1)
-    for stack in (native, python):
-        stack.cache.prefetch([0, 1, 2, 3], source="test")
-        stack.settle()
-        stack.cache.reset_stats()
-        stack.layers[0].forward(*inputs)
-    assert native.known() == python.known()
-    assert asdict(native.stats.source("test")) == asdict(SourceStats())
-    assert native.stats.layers[0].prefetched_hits > 0
-
-
-@pytest.mark.parametrize("policy", ["lru", "lfu", "random"])
-@pytest.mark.parametrize("slots", [KEYS - 4, 7])
-def test_prefetches_under_way(policy: str, slots: int) -> None:
-    """Needed ones are promoted and late, stale ones dropped, others stay: as in Python."""
-    unhurried(lambda held_s: _prefetches_under_way(policy, slots, held_s))
-
-
-def _prefetches_under_way(policy: str, slots: int, held_s: float) -> None:
-    native, python = Stack(slots, policy, RATE_GBPS), Stack(slots, policy, RATE_GBPS, native=False)
-    rng = np.random.default_rng(3)
-    for _ in range(15):
-        index, inputs, wanted = int(rng.integers(LAYERS)), routed(rng, 8), rng.permutation(KEYS)[:5].tolist()
-        outs = []
-        for stack in (native, python):
-            stack.hold(held_s)
-            stack.ahead.queued.append(stack.cache.prefetch(wanted, source="test"))
-            outs.append(stack.layers[index].forward(*inputs))
-        assert torch.equal(*outs)
-        assert native.known() == python.known()
-    source = native.stats.source("test")
-    assert min(source.late, source.hits, source.cancelled) > 0
-    native.cache.close(), python.cache.close()
-
-
 def step_both(native: Stack, python: Stack, rng: np.random.Generator, step: int) -> None:
     """A step of few rows, each ninth of so many that Python runs it: same outputs, decisions and counters."""
     for mine, reference in zip(native.layers, python.layers, strict=True):
@@ -209,74 +89,6 @@ def step_both(native: Stack, python: Stack, rng: np.random.Generator, step: int)
         inputs = torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, TOP)
         assert torch.equal(mine.forward(*inputs), reference.forward(*inputs))
         native.settle(), python.settle()
-    assert native.known() == python.known()
-
-
-@pytest.mark.parametrize("slots", [TOP + 1, EXPERTS, KEYS - 5])
-def test_active_evict_in_native_calls(slots: int) -> None:
-    """Dropped experts, vacated slots, victims and counters are those of the reference, and where Python runs a pass."""
-    native = Stack(slots, "importance", hooks=active(), top_k=TOP)
-    python = Stack(slots, "importance", hooks=active(), top_k=TOP, native=False)
-    rng = np.random.default_rng(slots)
-    for step in range(50):
-        step_both(native, python, rng, step)
-    assert native.stats.dropped > 0
-    assert sum(layer.vacated for layer in native.stats.layers) > 0
-    native.cache.close(), python.cache.close()
-
-
-@pytest.mark.parametrize("kind", ["router", "gates", "random", "drop"])
-@pytest.mark.parametrize("slots", [TOP + 1, 9, KEYS - 5])
-def test_replacement_in_native_calls(kind: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same experts, weights and draws as the reference's, and where Python runs a pass."""
-    monkeypatch.setattr(buddymoe, "_DRAWS", 100 * EXPERTS)
-    native = Stack(slots, "lru", hooks=replacing(kind))
-    python = Stack(slots, "lru", hooks=replacing(kind), native=False)
-    rng = np.random.default_rng(slots)
-    for step in range(60):
-        step_both(native, python, rng, step)
-        if step == 30:
-            native.cache.flush(), python.cache.flush()  # the slots fill again, without replacements
-    stats = native.stats
-    assert {"drop": stats.dropped, "gates": stats.substitutions + stats.dropped}.get(kind, stats.substitutions) > 0
-    native.cache.close(), python.cache.close()
-
-
-def test_a_synchronous_prefetch_lands() -> None:
-    slow = RATE_GBPS / 50  # the copies are under way when they are waited for, on a busy machine, too
-    native, python = Stack(8, "lru", slow), Stack(8, "lru", slow, native=False)
-    inputs = routed(np.random.default_rng(1), 1)
-    for stack in (native, python):
-        stack.cache.prefetch([0, 1, 2], source="test")
-        stack.cache.core.finish_prefetch([0, 2], 1)
-        assert [stack.cache.residency.state(key) for key in (0, 2)] == [State.RESIDENT] * 2
-        assert stack.cache.core.counts(1).blocked_io_s > 0
-        stack.layers[1].forward(*inputs)
-        stack.settle()
-        stack.layers[0].forward(*inputs)
-    assert native.known() == python.known()
-
-
-def test_the_python_step_continues_with_copies_that_a_native_call_queued() -> None:
-    """A pass of many rows runs a matrix product; a flush waits for every copy."""
-    unhurried(_page_goes_on)
-
-
-def _page_goes_on(held_s: float) -> None:
-    native, python = Stack(8, "lru", RATE_GBPS), Stack(8, "lru", RATE_GBPS, native=False)
-    rng = np.random.default_rng(2)
-    few, many = routed(rng, 1), routed(rng, 1)
-    many = tuple([one.expand(CPU_MAX_ROWS + 1, -1).contiguous() for one in many])
-    for stack in (native, python):
-        for inputs in (many, few):
-            stack.hold(held_s)
-            stack.ahead.queued.append(stack.cache.prefetch([0, 1, 2, 9], source="test"))
-            stack.layers[0].forward(*inputs)
-        stack.settle()
-    assert native.known() == python.known()
-    for stack in (native, python):
-        stack.cache.prefetch([3, 4, 5], source="test")
-        stack.cache.flush()
     assert native.known() == python.known()
 
 
@@ -325,14 +137,6 @@ def test_a_failing_hook_leaves_the_loads_to_arrive() -> None:
         stack.cache.live_stats()
         assert stack.stats.layers[0].hits == len(inputs[1][0])
     assert native.known() == python.known()
-
-
-def test_other_types_are_converted() -> None:
-    stack = Stack(KEYS, "lru")
-    layer, hidden, ids = stack.layers[0], torch.randn(2, SHAPE.hidden), torch.tensor([[0, 1], [1, 2]])
-    weights = torch.rand(2, 2).bfloat16()
-    expected = layer.forward(hidden, ids, weights.float())
-    assert torch.equal(layer.forward(hidden, ids.int(), weights), expected)
 
 
 def test_watchers_that_take_no_passes_are_told_of_each() -> None:

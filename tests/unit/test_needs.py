@@ -8,13 +8,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from policy_presets import POLICIES
 from tiny_models import TEXT, VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 
 from tiermoe.actors.store.artifacts import GATES_NAME
 from tiermoe.cluster import cli
-from tiermoe.cluster.config import RunConfig, load_policy, load_run_config, policy_names
-from tiermoe.cluster.jobs.evaluate.eval_command import evaluate
-from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
+from tiermoe.cluster.config import RunConfig, load_policy, load_run_config
 from tiermoe.cluster.jobs.options import checked_settings
 from tiermoe.cluster.jobs.plan import planned
 from tiermoe.cluster.jobs.prepare import ensure_prepared, needs
@@ -22,7 +21,7 @@ from tiermoe.cluster.jobs.prepare.needs import check_artifacts, command, lacking
 from tiermoe.cluster.llm import LLM
 from tiermoe.errors import StoreError, TierMoeError, TraceError
 
-NEEDING = [name for name in policy_names() if load_policy(name).needs]
+NEEDING = [name for name in POLICIES if load_policy(name).needs]
 
 
 @pytest.fixture
@@ -36,10 +35,6 @@ def config(tmp_path: Path) -> RunConfig:
 
 def with_policy(config: RunConfig, name: str) -> RunConfig:
     return config.model_copy(update={"policy": name})
-
-
-def test_there_are_such_presets() -> None:
-    assert {"promoe", "buddymoe", "pre-gated"} <= set(NEEDING)
 
 
 @pytest.mark.parametrize("name", ["buddymoe", "pre-gated", "promoe"])
@@ -144,13 +139,6 @@ def test_refused_before_anything_starts(
     assert prepared or not (tmp_path / "stores").exists()
 
 
-def test_eval_refuses_first(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(needs, "_SMALL_BYTES", 0)
-    with pytest.raises(StoreError, match=r"^policy 'pre-gated' needs trained gates"):
-        evaluate(str(config.model), "pre-gated", "0.5", 1, EvaluationOptions(), None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["pre-gated", "buddymoe", "promoe"])
 def test_the_command_works_as_it_stands(
@@ -167,20 +155,3 @@ def test_the_command_works_as_it_stands(
         assert not ended.value.code
     check_artifacts(policy, config)
     assert lacking(policy, config) is None
-
-
-def test_the_command_names_the_store_that_is_configured(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(needs, "_SMALL_BYTES", 0)
-    out = tmp_path / "own store"
-    config = config.model_copy(update={"store": str(out), "cache_dir": None})
-    assert shlex.split(command(load_policy("pre-gated"), config))[3] == str(out)
-    store = ensure_prepared(config.model_dir, out, progress=False)
-    (store / GATES_NAME).write_bytes(b"damaged")
-    with pytest.raises(TierMoeError, match=f"'{store / GATES_NAME}' holds no gates"):
-        check_artifacts(load_policy("pre-gated"), config)
-    as_model = RunConfig(model=str(store))  # a store in place of a checkpoint
-    assert shlex.split(command(load_policy("pre-gated"), as_model))[2] == str(store)
-    with pytest.raises(TierMoeError, match="holds no gates"):
-        check_artifacts(load_policy("pre-gated"), as_model)

@@ -15,7 +15,6 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from rich.console import Console
-from tiny_models import VOCAB_SIZE, save_byte_tokenizer, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -33,13 +32,12 @@ from tiermoe.cluster.jobs.prepare.neuron_order import (
     neuron_mass,
     neuron_orders,
     order_neurons,
-    refuse_mixing,
     reordered,
 )
 from tiermoe.cluster.jobs.prepare.prepare_command import prepare_command
 from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
 from tiermoe.cluster.jobs.prepare.replicas import add_replicas
-from tiermoe.errors import ConfigError, StoreError, UnsupportedModelError
+from tiermoe.errors import ConfigError, StoreError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel
 
 torch.set_num_threads(1)
@@ -168,28 +166,6 @@ def test_the_store_is_ordered_by_what_the_text_shows(store: Path, plain: Path, t
     assert sorted(p.name for p in store.parent.iterdir()) == ["store"]
 
 
-def test_experts_that_the_text_never_reaches_stay(store: Path, plain: Path, tmp_path: Path) -> None:
-    text = tmp_path / "few.txt"
-    text.write_text("a" * 80)
-    unreached = mass_of(plain, text).sum(axis=-1) == 0  # [L, E]
-    assert unreached.any(), "the text was to leave some experts out"
-    order_neurons(store, store, text, QUIET)
-    for a, b, left in zip(ExpertStore(plain).layers, ExpertStore(store).layers, unreached, strict=True):
-        same = np.array([np.array_equal(x, y) for x, y in zip(a.gate_up, b.gate_up, strict=True)])
-        assert np.array_equal(same, left)
-
-
-@pytest.mark.parametrize("model_type", ["gpt_oss", "nemotron_h", "glm4_moe"])  # biases; no gate; a dense layer first
-def test_other_architectures(model_type: str, text: Path, tmp_path: Path) -> None:
-    checkpoint = save_tiny_checkpoint(model_type, tmp_path / "checkpoint", vocab_size=VOCAB_SIZE)
-    save_byte_tokenizer(checkpoint)
-    plain = prepare(checkpoint, tmp_path / "plain", progress=False)
-    ordered = order_neurons(prepare(checkpoint, tmp_path / "ordered", progress=False), checkpoint, text, QUIET)
-    assert files(plain).keys() != files(ordered).keys()
-    assert first_half(mass_of(ordered, text)) > first_half(mass_of(plain, text))
-    np.testing.assert_allclose(mass_of(ordered, text).sum(-1), mass_of(plain, text).sum(-1), rtol=1e-3)
-
-
 def test_once_ordered_it_stays(store: Path, plain: Path, checkpoint: Path, text: Path, tmp_path: Path) -> None:
     assert b"neuron_order" not in read_manifest(plain).encode()  # as in older stores
     order_neurons(store, checkpoint, text, QUIET)
@@ -244,19 +220,6 @@ def test_refused_before_anything_changes(store: Path, text: Path, tmp_path: Path
             order_neurons(store, store, text, QUIET)
     assert files(store) == before
     order_neurons(store, store, text, QUIET)  # resumes
-
-
-def test_ties_stay_in_order_and_neurons_that_depend_on_their_position_are_refused() -> None:
-    mass = np.array([[0.0, 0.0, 0.0, 0.0], [1.0, 3.0, 1.0, 3.0]])
-    assert neuron_orders(mass).tolist() == [[0, 1, 2, 3], [1, 3, 0, 2]]
-    assert first_half(mass) == 0.5
-    assert first_half(mass[:1]) == 0.0
-    shape = ExpertShape(num_experts=1, hidden=4, intermediate=6, gates=2, has_bias=False)
-    refuse_mixing([MoeBlock(torch.nn.Identity(), silu_times_up, "silu", None, None)], shape)
-    scale = torch.arange(6.0)
-    placed = MoeBlock(torch.nn.Identity(), lambda pre: silu_times_up(pre) * scale, None, None, None)
-    with pytest.raises(UnsupportedModelError, match="depend on a neuron's position"):
-        refuse_mixing([placed], shape)
 
 
 def test_logits_are_those_of_the_model(store: Path, checkpoint: Path, text: Path) -> None:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import traces
 
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, SourceStats
-from tiermoe.benchmarks.experiments.activeevict import bars_of, experiment, median_ratio, transfers_of_row
+from tiermoe.benchmarks.experiments.activeevict import bars_of, median_ratio
 from tiermoe.benchmarks.experiments.buddymoe import Difference, differences, quality_of
 from tiermoe.benchmarks.experiments.moepic import footprints, least_budget
 from tiermoe.benchmarks.experiments.paper_fmoe import map_correlations
 from tiermoe.benchmarks.papers import transfers
 from tiermoe.cluster.config import default_model_dir
-from tiermoe.cluster.jobs.bench import run
-from tiermoe.cluster.jobs.bench.cells import Journal, counters
-from tiermoe.cluster.jobs.bench.experiment import plain
-from tiermoe.cluster.jobs.bench.metrics import Spread, median_of, orders, paired, rounded
-from tiermoe.cluster.jobs.bench.run import Study, take_earlier
 from tiermoe.cluster.jobs.bench.serving import (
     Calibration,
     Recorded,
@@ -33,7 +27,6 @@ from tiermoe.cluster.jobs.bench.serving import (
 )
 from tiermoe.cluster.jobs.evaluate.quality import SUMS, EvaluationOptions, Quality
 from tiermoe.cluster.jobs.evaluate.text import load_heldout
-from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.errors import CheckpointError, ConfigError
 
@@ -48,31 +41,7 @@ def recorded(tmp_path: Path) -> Recorded:
     return read_split(tmp_path / "t", 3)
 
 
-def _study(tmp_path: Path, **options: Any) -> Study:
-    """Of activeevict, which has sections on recorded traces."""
-    passages = cast(Any, {"short": None, "long": None})
-    return Study(experiment(**options), run_config(None), run_config(None), passages, Journal(None, {}), tmp_path)
-
-
 # -- rows, prompts, links ----------------------------------------------------------------------------------------------
-
-
-def test_orders_count_pairs_of_a_cell_that_differ_clearly_in_both() -> None:
-    def row(policy: str, waits_s: float, tpot_ms: float, budget: str = "0.25") -> dict[str, Any]:
-        return {"section": "s", "policy": policy, "budget": budget, "link_gbps": 2.0, "decode_blocked_io_s": waits_s,
-                "tpot_ms": tpot_ms}  # fmt: skip
-
-    rows = [row("a", 1.0, 5.0), row("b", 2.0, 6.0), row("c", 3.0, 4.0), row("like a", 1.01, 9.0)]
-    rows += [row("b", 9.0, 9.0, "1.0"), {"section": "simulated", "policy": "a", "budget": "0.25", "tpot_ms": 1.0}]
-    # a-b agrees; a-c and b-c do not; of those with "like a", b and c do not; a waits as long
-    assert orders(rows) == [{"section": "s", "pairs": 5, "same": 1, "share": 0.2}]
-
-
-def test_ratios_are_paired_within_repetitions() -> None:
-    slow, fast = ({"values": {"tpot_s": values}} for values in ([10.0, 40.0, 90.0], [5.0, 10.0, 30.0]))
-    assert paired(slow, fast, "tpot_s") == 3.0
-    assert math.isnan(paired(slow, {"values": {"tpot_s": [0.0, 0.0, 0.0]}}, "tpot_s"))
-    assert (median_of(slow, "tpot_s"), median_of(slow, "hits"), median_of({"hits": 2.0}, "hits")) == (40.0, 0.0, 2.0)
 
 
 def test_no_document_is_on_both_sides_of_the_split() -> None:
@@ -160,26 +129,6 @@ def test_measures_of_a_preset_that_prefetches() -> None:
     })  # fmt: skip
 
 
-def test_measures_of_a_repetition_are_those_of_its_counters() -> None:
-    sources = {"next-gate": SourceStats(queued=8, hits=4, late=1, wasted=2, cancelled=1)}
-    each = [
-        EngineStats(prefetch_sources=sources, layers=[LayerStats(
-            hits=6, misses=4, late_prefetches=1, bytes_loaded_demand=300 * scale, bytes_loaded_prefetch=700 * scale,
-            bytes_wasted=200, blocked_io_s=0.02 * scale, link_s=0.1, total_io_s=0.16,
-        )])
-        for scale in (1, 3)
-    ]  # fmt: skip
-    spread = {
-        name: asdict(Spread.of([counters(found)[name] for found in each]))
-        for name in counters(each[0])
-        if any(counters(found)[name] for found in each)
-    } | {"tpot_s": asdict(Spread.of([0.01, 0.02]))}
-    found = transfers_of_row({"spread": spread}, 10)
-    for name, value in asdict(transfers(each[1].as_dict(), 10)).items():
-        assert found[name][1] == pytest.approx(value), name
-    assert found["late_ms"] == pytest.approx([6.0, 6.0])
-
-
 def test_a_baseline_that_never_blocks_in_a_repetition_is_not_left_out() -> None:
     """Guards against a ratio of the other repetitions only, which such a baseline is best in."""
     assert median_ratio([5, 6, 5], [0, 5, 4]) == 1.25
@@ -212,52 +161,6 @@ def test_bars_compare_with_the_best_prefetching_baseline_both_ways() -> None:
     assert (plain.value, plain.ok) == (pytest.approx(4 / 3), False)
     assert (exact.value, exact.ok) == (1.0, True)
     assert not next(bars_of(rows(5.0))).ok
-
-
-def _earlier(study: Study, **changes: Any) -> Path:
-    sections = ("table", "capacity", "alpha")
-    machine = Machine(name="x", forward_s=8e-3, dense_s=1e-3, dense_row_s=0, expert_s=5e-4, expert_row_s=0)
-    saved = {
-        "name": "activeevict", "hardware": {"model": "this one"}, "versions": {"tiermoe": "1"},
-        "rows": [_row("on-demand", [1.0], name) for name in (*sections, "emulated")],
-        "settings": rounded(study.settings) | {"machine": machine.model_dump(), "shape": {"layers": 8}},
-    }  # fmt: skip
-    path = study.scratch / "activeevict.json"
-    path.write_text(json.dumps(saved | changes))
-    return path
-
-
-def test_the_simulated_rows_of_an_earlier_run_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def study(**options: Any) -> Study:
-        found = _study(tmp_path, parts="emulated", **options)
-        work, grid = found.experiment.workload, found.experiment.grid
-        found.settings = {"model": "m", "workload": plain(work), "grid": plain(grid)}
-        return found
-
-    monkeypatch.setattr(run, "cpu", lambda: {"model": "this one"})
-    sections = ["table", "capacity", "alpha"]
-    now = study(repeats=3)
-    take_earlier(now, _earlier(study()), sections)
-    assert [row["section"] for row in now.rows] == sections
-    assert now.settings["machine"]["name"] == "x"
-    assert now.settings["earlier"] == {"versions": {"tiermoe": "1"}}
-    again = study()
-    saved = _earlier(study(), versions={"tiermoe": "9"}, settings=rounded(now.settings))  # of its emulated part
-    take_earlier(again, saved, sections)
-    assert again.settings["earlier"] == {"versions": {"tiermoe": "1"}}
-    for options, said in (({"short_tokens": 9, "max_tokens": 9}, "another contexts, max_tokens"),
-                          ({"ratios": "2.5,1"}, "another ratios")):  # fmt: skip
-        with pytest.raises(ConfigError, match=said):  # or what is given would be ignored
-            take_earlier(study(**options), _earlier(study()), sections)
-    with pytest.raises(ConfigError, match="another hardware"):
-        take_earlier(study(), _earlier(study(), hardware={"model": "that"}), sections)
-    for changes in ({"rows": [_row("x", [1.0], "emulated")]}, {"name": "moepic"}, {"settings": {}}, {"rows": 3}):
-        with pytest.raises(ConfigError, match="holds no result"):
-            take_earlier(study(), _earlier(study(), **changes), sections)
-    with pytest.raises(ConfigError, match="holds no result"):
-        take_earlier(study(), tmp_path / "none.json", sections)
-    with pytest.raises(ConfigError, match="from an earlier run"):
-        take_earlier(study(), None, sections)
 
 
 # -- BuddyMoE ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from tiermoe.benchmarks.papers import (
 from tiermoe.cluster.config import configs_dir, load_policy
 from tiermoe.cluster.jobs.bench.metrics import fill_tables
 from tiermoe.cluster.jobs.bench.page import small, table_of
-from tiermoe.errors import ConfigError
 
 _RESULTS = configs_dir().parent / "docs" / "results"
 
@@ -58,19 +57,6 @@ def test_a_comparison_pairs_the_cells_of_two_variants() -> None:
     assert (absent["ours"], absent["direction"], absent["ratio"]) == (None, None, None)
 
 
-def test_a_comparison_of_single_values_goes_by_any_key_of_the_rows() -> None:
-    stated = Comparison("t", "", "a", "tpot_s", {"1": 2.0, "2": 6.0}, of="own", by="budget")
-    lines = list(compared(stated, _rows()))
-    assert [(line["budget"], line["ours"], line["within"]) for line in lines] == [("1", 2.0, True), ("2", 3.0, False)]
-    assert all(line["direction"] is None for line in lines)
-
-
-def test_a_direction_is_compared_where_the_text_states_no_figure() -> None:
-    stated = Comparison("t", "", "a", "tpot_s", {"old": "higher"}, of="own")
-    (line,) = compared(stated, _rows())
-    assert (line["direction"], line["ratio"], line["within"]) == (False, None, None)
-
-
 @pytest.mark.parametrize(
     ("published", "ours", "said"),
     [
@@ -91,34 +77,6 @@ def test_a_verdict_needs_every_cell_and_a_quarter_of_the_effect(
     published: float | str, ours: tuple[float, float, float], said: str
 ) -> None:
     assert verdict(published, *ours) == said
-
-
-def test_a_comparison_says_how_many_cells_agree_and_why() -> None:
-    stated = Comparison("t", "", "a", "tpot_s", {"old": 0.5}, of="own", why={"old": "a reason"})
-    (line,) = compared(stated, _rows())
-    assert (line["verdict"], line["agree"], line["cells"], line["why"]) == ("holds", 2, 2, "a reason")
-
-
-def test_repeated_runs_are_compared_repetition_by_repetition() -> None:
-    rows = [
-        {"section": "a", "budget": "0.5", "link_gbps": 2.0, "policy": policy, "values": {"tpot_s": values}}
-        for policy, values in (("own", [1.0, 4.0, 3.0]), ("old", [2.0, 4.0, 3.0]))
-    ]
-    (line,) = compared(Comparison("t", "", "a", "tpot_s", {"old": 0.5}, of="own"), rows)
-    assert line["ours"] == 1.0  # the median of 0.5, 1 and 1, not the ratio of the medians
-
-
-@pytest.mark.parametrize(
-    ("own", "old", "said"), [(3.0, 0.0, "does not hold"), (0.0, 3.0, "holds"), (0.0, 0.0, "holds")]
-)
-def test_a_cell_of_something_over_nothing_counts(own: float, old: float, said: str) -> None:
-    rows = [
-        {"section": "a", "budget": budget, "link_gbps": 2.0, "policy": policy, "values": {"tpot_s": [value]}}
-        for budget, values in (("0.5", (1.0, 2.0)), ("0.25", (own, old)))
-        for policy, value in zip(("own", "old"), values, strict=True)
-    ]
-    (line,) = compared(Comparison("t", "", "a", "tpot_s", {"old": 0.5}, of="own"), rows)
-    assert line["verdict"] == said
 
 
 _PAGES = ("fmoe", "moepic", "activeevict", *(f"paper-{name}" for name in paper_names()))
@@ -144,8 +102,3 @@ def test_a_sweep_changes_only_what_a_preset_has() -> None:
     point = {"split.theta": 0.75, "batch": 4, "machine.matcher_s": 1e-3}
     assert changed(load_policy("moepic"), point).split.theta == 0.75
     assert changed(load_policy("on-demand"), {"prefetch.unknown": 1, "batch": 4}) == load_policy("on-demand")
-
-
-def test_an_unknown_paper_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no paper 'none'"):
-        run_papers(["none"], True, None, 1)

@@ -21,7 +21,6 @@ from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.calls import RemoteCall, RemoteExperts
 from tiermoe.actors.engine.cuda.activations import PinnedActivations, PinnedPool
-from tiermoe.actors.engine.make_device import activations_of
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.ndp_worker import NdpWorker
@@ -148,17 +147,6 @@ def test_rows_are_sent_when_they_are_there(
     assert call.rows is None if len(rows) == tokens else call.rows.tolist() == list(range(0, tokens, 2))
 
 
-def test_a_wait_for_the_routing_is_a_wait_for_a_few_rows(
-    peer: _Peer, remote: RemoteExperts, way: PinnedActivations, gpu: FakeCompute
-) -> None:
-    hidden, weights, routing = _layer(4)
-    outgoing = way.begin(hidden)
-    gpu.run()  # the routing is copied behind the rows, and the host waited for it
-    call = remote.send(routing, *_experts(0, 1), outgoing, weights, True)
-    assert call.result() is not None
-    assert "synchronize" not in gpu.log
-
-
 def test_an_answer_is_kept_until_the_gpu_has_read_it(
     peer: _Peer, remote: RemoteExperts, way: PinnedActivations, gpu: FakeCompute
 ) -> None:
@@ -200,22 +188,6 @@ def test_a_lost_peer_leaves_nothing(
         del outgoing, call
     gpu.run()
     assert _idle(way)
-
-
-def test_without_room_copies_wait(peer: _Peer, gpu: FakeCompute) -> None:
-    way = PinnedActivations(gpu, most_bytes=64 * _KIB)
-    remote = peer.connect(way)
-    try:
-        call = _send(remote, way, 300, (0, 1))
-        answer = call.result()
-        hidden, _, _ = _layer(300)
-        np.testing.assert_array_equal(peer.rows[0], hidden.numpy())
-        assert torch.equal(way.receive(answer.partial), 2 * hidden)
-        assert way.waited == 2  # the rows, and the sums
-        assert way.pool.nbytes <= 64 * _KIB
-        assert way.pool.refused == 3
-    finally:
-        remote.close()
 
 
 def test_a_driver_that_refuses_is_done_without(monkeypatch: pytest.MonkeyPatch, gpu: FakeCompute) -> None:
@@ -280,22 +252,6 @@ def test_views_keep_their_memory() -> None:
     assert pool.refused == 2
     del larger
     assert pool.lease(1) is not None  # a larger one that lies idle
-
-
-def test_what_the_pool_cannot_show_is_copied(gpu: FakeCompute, way: PinnedActivations) -> None:
-    """Guards against the bytes between: a view with gaps was taken for as many numbers side by side."""
-    memory = way.pool.lease(64)
-    memory[:] = range(64)
-    for array in (memory.view(np.float32)[::2], memory.reshape(8, 8).T, memory.reshape(8, 8), memory.view(np.float64)):
-        found = way.receive(array)
-        gpu.run()
-        np.testing.assert_array_equal(found.numpy(), array)
-
-
-def test_the_cpu_needs_none() -> None:
-    way = activations_of(torch.device("cpu"))
-    assert isinstance(way, PlainActivations)
-    assert way.supply is None
 
 
 def test_tokens_are_those_of_the_plain_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from cache_rigs import bytes_held
 from fake_engine import FakeLink
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import Tiny, greedy, prepared, serving, settings, struck_greedy
+from serving import Tiny, greedy, prepared, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine.peers import auto
@@ -107,28 +107,10 @@ def test_who_joins_takes_its_share_when_a_forward_begins(pool: NdpPool, links: l
     assert _numbers(pool) == "00202200"  # of 1, 4 and 7 the first and the last to 0, the other to 2
 
 
-def test_who_was_never_reached_has_no_share(pool: NdpPool, links: list[FakeLink]) -> None:
-    links[2].up.clear()
-    pool.add(links[2])  # type: ignore[arg-type]
-    pool.refresh()
-    assert _numbers(pool) == "01010101"
-    assert not pool.peers["ndp/2"].available
-
-
 def test_a_worker_of_another_number_is_not_taken(links: list[FakeLink]) -> None:
     links[0].name = "ndp/1"
     with closing(_pool(links[:1])) as pool, pytest.raises(RuntimeFailure, match="has index 0, this side 1"):
         pool.start(0.3)
-
-
-def test_names_that_are_none_are_refused(pool: NdpPool, links: list[FakeLink]) -> None:
-    with pytest.raises(ConfigError, match="two NDP workers"):
-        _pool([links[0], links[0]])
-    for name in ("shard/1", "ndp/x", "ndp/01", "ndp"):
-        links[2].name = name
-        with pytest.raises(ConfigError, match=f"'{name}' is no name"):
-            pool.add(links[2])  # type: ignore[arg-type]
-    assert list(pool.peers) == ["ndp/0", "ndp/1"]
 
 
 @given(nbytes=st.lists(st.integers(0, 9), max_size=30), workers=st.integers(1, 5), data=st.data())
@@ -141,13 +123,6 @@ def test_only_the_lost_ones_share_changes_hands(nbytes: list[int], workers: int,
     gained = {w: sum(n for n, a, b in zip(nbytes, owners, now, strict=True) if a != b == w) for w in living}
     assert max(gained.values()) - min(gained.values()) <= max(nbytes, default=0)
     assert now == reassigned(owners, nbytes, living)
-
-
-def test_nobody_to_give_it_to() -> None:
-    with pytest.raises(ValueError, match="0 workers"):
-        reassigned((0, 1), [1, 1], ())
-    with pytest.raises(ValueError, match="2 items, but sizes of 1"):
-        reassigned((0, 1), [1], (0,))
 
 
 _PROMPTS, _NEW = Tiny.PROMPTS, Tiny.TOKENS
@@ -276,8 +251,9 @@ def test_a_model_with_a_cache_of_its_own_has_its_prefill_too(tmp_path: Path) -> 
 def test_experts_that_the_worker_cannot_compute_are_refused(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint("gpt_oss", tmp_path / "checkpoint")
     oss = prepared(checkpoint, tmp_path / "store")
-    with pytest.raises(ConfigError, match="plain gated experts"), _serving(
-        oss, FakeLink(oss.describe()), policy=_policy("context")
+    with (
+        pytest.raises(ConfigError, match="plain gated experts"),
+        _serving(oss, FakeLink(oss.describe()), policy=_policy("context")),
     ):
         pass
 
@@ -325,12 +301,6 @@ def test_a_refusal_is_computed_here_and_the_worker_stays(store: ExpertStore, exp
         assert (stats.ndp_refusals, stats.ndp_losses) == (1, 0)
         assert stats.total().ndp_recomputed > 0
         assert len(link.batches) > 2
-
-
-def _drop(worker: GpuWorker, link: FakeLink) -> None:
-    """The link's worker is gone from now on."""
-    link.up.clear()
-    worker.engine.peers[link.name]._channel.close()
 
 
 def _layer_keys(link: FakeLink, experts: int) -> set[int]:
@@ -401,11 +371,6 @@ def test_a_worker_joins_while_a_request_runs(store: ExpertStore, expected: list[
         assert greedy(worker, _PROMPTS[:1], _NEW) == expected[:1]  # the first may have ended before it joined
         assert len(links[1].batches) > 0
         assert {key % 2 for key in _layer_keys(links[1], worker.engine.experts)} == {1}
-
-
-def test_a_policy_without_ndp_takes_no_worker(store: ExpertStore) -> None:
-    with serving(store, settings(0.5)) as worker, pytest.raises(ConfigError, match="uses no NDP worker"):
-        worker.add_ndp(FakeLink(store.describe()))  # type: ignore[arg-type]
 
 
 def test_auto_loads_where_no_worker_is(store: ExpertStore, expected: list[list[int]]) -> None:

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import pty
 import re
-import struct
-import subprocess
-import sys
-import termios
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +21,7 @@ from tiermoe.cluster.report.tables import size
 from tiermoe.cluster.topology.estimate import Hardware, copy_times, links_of
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint, nodes_from_file, nodes_from_ray
 from tiermoe.cluster.topology.planner import plan_topology
-from tiermoe.cluster.topology.spec import NODE_ID_LABEL, NodeInfo, cluster_spec, replica_bytes
+from tiermoe.cluster.topology.spec import NODE_ID_LABEL, NodeInfo, cluster_spec
 from tiermoe.errors import ConfigError
 from tiermoe.kernels.pack import PackedShape
 
@@ -71,15 +63,6 @@ def test_today_s_presets_plan_as_deploy_places_them() -> None:
         assert places_of(topology) == {"lead": "a", "store-0": "a", "ndp-0": "a", "directory": "a"}
 
 
-def test_replicas_count_every_width() -> None:
-    config = load_run_config(None, {"policy": "context-ndp-3bit", "device": "cpu", "threads": 1})
-    spec = cluster_spec(config, engine_settings(config), FACTS, [])
-    assert spec.ndp.widths == (1, 2, 3, 4)
-    # 48 weights of 10 bits in all, and for each width 12 groups of 4 bytes
-    assert spec.ndp.replica_bytes == 48 * 10 // 8 + 4 * 12 * 4
-    assert replica_bytes(replace(FACTS, gates=1), 4, 64) == (24 + 48) * 2 // 3
-
-
 def test_nodes_as_ray_reports_them() -> None:
     record = {
         "NodeID": "b", "Alive": True, "NodeManagerAddress": "10.0.0.2", "NodeName": "x",
@@ -96,9 +79,7 @@ def test_nodes_as_ray_reports_them() -> None:
 def test_nodes_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "nodes.yaml"
     path.write_text("nodes:\n  - {id: a, address: 10.0.0.1, resources: {CPU: 4, memory: 200GB, ndp: 0.5}}\n")
-    assert nodes_from_file(path) == [
-        NodeInfo("a", "10.0.0.1", True, {"CPU": 4.0, "memory": 200e9, "ndp": 0.5}, {})
-    ]
+    assert nodes_from_file(path) == [NodeInfo("a", "10.0.0.1", True, {"CPU": 4.0, "memory": 200e9, "ndp": 0.5}, {})]
 
 
 @pytest.mark.parametrize(
@@ -148,16 +129,6 @@ def test_json_of_a_cluster_from_a_file(command: Command, model: Path, nodes: Pat
     assert record["notes"][-1].startswith("dense bytes are computed from config.json")
 
 
-def test_tables_name_actors_bytes_and_that_it_is_predicted(
-    command: Command, model: Path, nodes: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    code, out, err = command("plan", "--config", "multi-node", "--model", model, "--nodes", nodes)
-    assert (code, err) == (0, "")
-    for text in ("Planned, not started", "shard-1", "Predicted, not measured", "H100-class, assumed", "1 CPU, 1 store"):
-        assert text in out
-
-
 def test_no_speed_is_predicted_and_copies_have_a_bound(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """It said "4.6e+02 tokens/s (rough)" where 33 to 87 were measured. Text, JSON and Python agree."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -187,33 +158,6 @@ def test_each_gpu_copies_its_part_of_a_token() -> None:
     assert [of.token_s / of.one_s for of in times] == [FACTS.layers * 2, FACTS.layers]
 
 
-def _on_terminal(columns: int, *args: str) -> str:
-    """What `tiermoe ARGS` writes to a terminal that is so wide."""
-    lead, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", *args]
-    process = subprocess.Popen(command, stdout=follower, stderr=subprocess.PIPE, env=environment | {"TERM": "xterm"})
-    os.close(follower)
-    parts = []
-    with contextlib.suppress(OSError):  # the terminal's end
-        while part := os.read(lead, 1 << 16):
-            parts.append(part)
-    os.close(lead)
-    assert (process.wait(60), process.stderr.read()) == (0, b"")
-    return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(parts).decode())
-
-
-@pytest.mark.parametrize("columns", [40, 80])
-def test_a_narrow_terminal_breaks_no_name_and_no_path(columns: int, model: Path, nodes: Path) -> None:
-    """Issue 30: tables were broken at 80 columns (`on-dem / and`); a terminal that is 40 wide has blocks."""
-    text = _on_terminal(columns, "plan", "--config", "multi-node", "--model", str(model), "--nodes", str(nodes))
-    lines = [line.rstrip() for line in text.splitlines()]
-    assert any(str(nodes) in line for line in lines)
-    words = {word for line in lines for word in line.split()}
-    assert {"context-ndp-full", "directory", "store-0", "shard-1", "H100-class,"} <= words
-
-
 def test_this_machine_as_a_local_ray_would_have_it(command: Command) -> None:
     """The default model, which is there with its weights: exact sizes."""
     record = command.json("plan", "--config", "laptop", "--policy", "context-ndp-2bit")
@@ -230,9 +174,7 @@ def test_options_override_the_file(command: Command, model: Path) -> None:
     assert record["spec"]["policy"] == "on-demand"
 
 
-def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_of_a_low_bit_policy_are_counted_and_shown(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default model: 16 layers of 32 experts, hidden 256, 64 neurons."""
     monkeypatch.setenv("COLUMNS", "250")
     args = ("--device", "cpu", "--policy", "hobbit")
@@ -250,15 +192,6 @@ def test_replicas_of_a_low_bit_policy_are_counted_and_shown(
 
 
 # sizes of a model
-
-
-def test_facts_from_config_json_alone(model: Path) -> None:
-    facts = facts_of_checkpoint(model)
-    assert (facts.layers, facts.experts, facts.top_k, facts.expert_elements) == (4, 8, 2, 384)
-    assert facts.kv_elements == 4 * 2 * 1 * 4
-    # embedding 80; each layer: q and o 2*8*8, k and v 2*8*4, router 8*8
-    assert facts.dense_elements == 80 + 4 * (128 + 64 + 64)
-    assert facts.dense_estimated
 
 
 def test_facts_from_the_headers_of_the_weights(model: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from policy_presets import POLICIES
 from pydantic import ValidationError
 
 from tiermoe.actors.policies.eviction import Lfu
@@ -13,7 +14,7 @@ from tiermoe.actors.policies.moepic import Lcp
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
 from tiermoe.actors.policies.slot_classes import make_eviction
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.cluster.config import load_policy, policy_names
+from tiermoe.cluster.config import load_policy
 from tiermoe.errors import ConfigError
 
 FIFO = """
@@ -59,11 +60,15 @@ def test_a_section_is_a_kind_or_its_options() -> None:
     assert isinstance(made, Lfu)
 
 
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", POLICIES)
 def test_presets_come_back_from_what_is_sent(name: str) -> None:
     policy = load_policy(name)
     assert PolicySettings.model_validate(policy.model_dump()) == policy
     assert PolicySettings.model_validate_json(policy.model_dump_json()) == policy
+
+
+_BUDDIES = {"lossless": False, "on_miss": "substitute"}
+_LOW_BIT = {"lossless": False, "on_miss": "low-bit"}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,40 @@ def test_presets_come_back_from_what_is_sent(name: str) -> None:
         ({"eviction": "worth", "placement": "auto", "prefetch": "popularity"}, "leave prefetch"),
         ({"eviction": "fifo"}, "no eviction policy 'fifo'; there are lru, .*; or give my_package.module:Class"),
         ({"eviction": "no_package.fifo:Fifo"}, "No module named 'no_package'; .*PYTHONPATH"),
+        # moepic's split
+        ({"split": {"kind": "off", "theta": 0.4}}, "leave theta out"),
+        ({"split": {"kind": "fixed", "tau": 10}}, "tau: only an adaptive split"),
+        ({"split": {"kind": "fixed", "theta": 1.5}}, "less than or equal to 1"),
+        ({"split": {"kind": "fixed"}, "preload": "all"}, "leave preload out"),
+        ({"split": {"kind": "fixed"}, "placement": {"kind": "monde"}}, "moves whole experts"),
+        (
+            {"split": {"kind": "fixed"}, "eviction": "expert-map", "prefetch": {"kind": "expert-map"}},
+            "split those of each apart",
+        ),
+        # activeevict
+        ({"eviction": "importance"}, "pre_evict"),
+        ({"lossless": False, "routing": {"kind": "budget-aware"}}, "pre_evict"),
+        ({"routing": {"kind": "budget-aware"}, "pre_evict": {"kind": "release-target"}}, "not lossless"),
+        ({"pre_evict": {"kind": "release-target"}, "preload": "all"}, "preload"),
+        ({"pre_evict": {"kind": "release-target"}, "split": {"kind": "fixed"}}, "split"),
+        ({"evict_writeback": True, "split": {"kind": "fixed"}}, "split"),
+        # buddymoe
+        (_BUDDIES | {"on_miss": "load", "substitution": {"rho": 3}}, "does not use substitution's rho"),
+        (_BUDDIES | {"on_miss": "drop", "substitution": {"rho": 3}}, "does not use substitution's rho"),
+        (_BUDDIES | {"on_miss": "random", "substitution": {"alpha": 0.5}}, "does not use substitution's alpha"),
+        (_BUDDIES | {"substitution": {"tau": 0.5, "percentile": 10}}, "either given or a percentile"),
+        (_BUDDIES | {"substitution": {"beta": 0.5, "link_ms": 1}}, "adapts to link_ms"),
+        (_BUDDIES | {"substitution": {"temperature": 1.1}}, "of the gates by entropy"),
+        (_BUDDIES | {"substitution": {"mix": 0.1}}, "of the ranking by a blend"),
+        (_BUDDIES | {"substitution": {"by": "output", "weighted": True}}, "leaves out"),
+        # hobbit
+        (_LOW_BIT | {"on_miss": "load", "low_bit": {"bits": 2}}, "does not use low_bit"),
+        (_LOW_BIT | {"preload": "all"}, "leave preload out"),
+        (_LOW_BIT | {"pre_evict": {"kind": "release-target"}}, "leave split and pre_evict out"),
+        (_LOW_BIT | {"eviction": "expert-map", "prefetch": {"kind": "expert-map"}}, "maps weigh experts in full"),
+        (_LOW_BIT | {"low_bit": {"guesses": False}, "prefetch": "none"}, "guesses is of prefetch next-gate"),
+        (_LOW_BIT | {"lossless": True}, "not lossless"),
+        (_LOW_BIT | {"placement": {"kind": "context"}}, "leave routing and on_miss out"),
     ],
 )
 def test_refused(sections: dict[str, object], message: str) -> None:

@@ -129,25 +129,6 @@ def test_the_native_drops_are_the_reference(
         np.testing.assert_array_equal(mine, native)
 
 
-def test_the_native_state_refuses() -> None:
-    state = NativeState(2, E, 0.5, 0.9, 4, K)
-    with pytest.raises(ValueError, match="no such layer: 2"):
-        state.saw(2, np.zeros((1, K), np.int64))
-    with pytest.raises(ValueError, match=f"no such expert: {E}"):
-        state.saw(0, np.full((1, K), E))
-    with pytest.raises(ValueError, match="another row"):
-        state.saw(0, np.zeros((1, K + 1), np.int64))
-    with pytest.raises(ValueError, match="no rows, other experts"):
-        state.target(0, np.zeros((1, E), np.float32), np.zeros(2 * E, bool), 0.0, 1)
-    one, states = np.zeros((1, K), np.int64), np.zeros(2 * E, np.uint8)
-    with pytest.raises(ValueError, match="no rows, other experts"):
-        state.release(0, one, 1, np.zeros((1, E), np.float32), states, np.zeros(E, np.uint8), 0, 0.0, 1)
-    with pytest.raises(ValueError, match=f"no such expert: {E}"):
-        misses_fit(np.array([[0, E]]), np.zeros(E, bool), 1)
-    with pytest.raises(ValueError, match="other pairs"):
-        drop_beyond(one, np.zeros((2, K), np.float32), np.zeros(E, bool), 1, 1, True)
-
-
 def filled(keys: Iterable[int], layers: int, experts: int, alpha: float = 0.5) -> ImportanceEviction:
     policy = ImportanceEviction(layers, experts, alpha)
     for key in keys:
@@ -182,13 +163,6 @@ class TestImportance:
         policy.used([5])
         assert policy.victims(2, anything) == [3, 1]
         assert policy.victims(3, lambda key: key != 1) == [3, 5]
-
-    def test_refuses(self) -> None:
-        for wrong in ({"alpha": 1.1}, {"gamma": 0.0}, {"gamma": 1.5}, {"window": 0}):
-            with pytest.raises(ValueError, match=next(iter(wrong))):
-                ImportanceEviction(1, E, **wrong)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="no slot"):
-            ImportanceEviction(1, E).removed(0)
 
 
 def test_prediction_is_equations_10_to_12() -> None:

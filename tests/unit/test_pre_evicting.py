@@ -14,12 +14,9 @@ import traces
 from cache_rigs import begin_layer, end_layer
 from numpy.typing import NDArray
 from orders_reference import Lru
-from pydantic import ValidationError
 from reference import LayerPlan
-from serving import policy
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.links import loader_link
@@ -34,14 +31,13 @@ from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEvict
 from tiermoe.actors.policies.eviction import EvictionPolicy
 from tiermoe.actors.policies.prefetch import Span
 from tiermoe.actors.policy_settings import PolicySettings
-from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
+from tiermoe.actors.settings import LinkSettings
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.simulate.executor import PLAIN, Policies, SimulatedEngine, eviction_of, policies_of
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.errors import ConfigError
 
 LAYERS, EXPERTS = 2, 4  # keys 0-3 are layer 0, 4-7 layer 1
 SHAPE = ExpertShape(num_experts=EXPERTS, hidden=4, intermediate=3, gates=2, has_bias=False)
@@ -95,32 +91,6 @@ def scores(*rows: Sequence[float]) -> Callable[[int, Any], NDArray[np.floating]]
     return lambda layer, hidden: np.array(rows)
 
 
-class TestVacate:
-    def test_frees_least_recent_ones_and_counts_what_comes_back(self, make: Make) -> None:
-        cache = make(4)
-        forward(cache, 0, 0, 1)
-        forward(cache, 1, 0, 1)
-        cache.core.vacate(2, 1)
-        assert cache.residency.free_slots == 2
-        cache.core.vacate(1, 1)  # two are free already
-        assert cache.layer_stats(1).vacated == 2
-        forward(cache, 1, 2, 3)  # lands in the free slots
-        assert set(cache.residency.held()) == {4, 5, 6, 7}
-        forward(cache, 0, 0, 2)
-        assert cache.layer_stats(0).bytes_premature == BYTES  # expert 0; 2 was never here
-        forward(cache, 0, 1)
-        assert cache.layer_stats(0).bytes_premature == BYTES  # layer 0 has run since 1 was sent away
-        assert cache.live_stats().total().bytes_written_back == 0
-
-    def test_leaves_what_the_forward_uses(self, make: Make) -> None:
-        cache = make(2)
-        forward(cache, 0, 0, 1)
-        begin(cache, 0, 0)
-        cache.core.vacate(2, 1)
-        assert set(cache.residency.held()) == {0}
-        cache.core.abandon()
-
-
 class TestPreEvicting:
     def test_the_least_important_experts_make_room_for_the_predicted_ones(self, make: Make) -> None:
         eviction = ImportanceEviction(LAYERS, EXPERTS, alpha=0.5, top_k=2)
@@ -134,15 +104,6 @@ class TestPreEvicting:
         assert set(cache.residency.held()) == {0, 1}
         forward(cache, 1, 0, 1)
         assert set(cache.residency.held()) == {0, 1, 4, 5}
-
-    def test_never_frees_more_than_the_layer_lacks(self, make: Make) -> None:
-        cache = make(8)
-        forward(cache, 0, 0, 1, 2, 3)
-        forward(cache, 1, 0, 1, 2, 3)
-        pre = PreEvicting(PreEviction(2, 1.0, 8), cache, LAYERS, EXPERTS, scores([1.0, 1.0, 1.0, 1.0]))
-        pre.layer(0, seen(np.array([[0, 1]])))
-        assert cache.residency.free_slots == 0
-        assert cache.live_stats().total().vacated == 0
 
     def test_the_first_layer_goes_by_its_last_rows_of_the_forward_before(self, make: Make) -> None:
         asked: list[int] = []
@@ -163,14 +124,6 @@ class TestPreEvicting:
         assert freed == 2  # of layer 1 all four are predicted, two are there
         assert cache.residency.free_slots == 2  # of layer 0 the last row's 2 and 3, which are not there
 
-    def test_a_router_that_cannot_be_asked_frees_nothing(self, make: Make) -> None:
-        cache = make(2)
-        forward(cache, 0, 0, 1)
-        pre = PreEvicting(PreEviction(2), cache, LAYERS, EXPERTS, lambda layer, hidden: None)
-        for layer in range(LAYERS):
-            pre.layer(layer, seen(np.array([[0, 1]])))
-        assert cache.residency.free_slots == 0
-
 
 def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
     cache = make(3)
@@ -189,29 +142,6 @@ def test_widths_go_by_what_is_free_at_this_moment(make: Make) -> None:
 
 
 class TestWriteback:
-    @pytest.mark.parametrize("native", [False, True])
-    def test_each_reuse_of_a_slot_is_counted_once(self, native: bool, make: Make) -> None:
-        cache = make(2, writeback=True, native=native)
-        forward(cache, 0, 0, 1)
-        assert cache.live_stats().total().bytes_written_back == 0  # nobody was in the slots
-        forward(cache, 1, 0, 1)
-        forward(cache, 1, 0, 1)
-        assert cache.layer_stats(1).bytes_written_back == 2 * BYTES
-        cache.core.vacate(2, 0)
-        assert cache.live_stats().total().bytes_written_back == 2 * BYTES  # freed, not used again yet
-        forward(cache, 0, 3)
-        assert cache.layer_stats(0).bytes_written_back == BYTES
-        slot = cache.pool.slot(cache.residency.slot(3))
-        assert all((tensor == 1.0).all() for tensor in slot)  # what was copied in last
-        if native:
-            total = cache.live_stats().total()
-            assert total.link_s == pytest.approx((total.bytes_loaded + total.bytes_written_back) / 1e9)
-            assert total.writeback_link_s == pytest.approx(total.bytes_written_back / 1e9)
-        total = cache.live_stats().total()
-        assert total.writebacks == 3
-        assert 0 < total.writeback_link_s < total.total_io_s
-        assert 0 <= total.writeback_blocked_s <= total.blocked_io_s
-
     def test_the_link_is_busy_both_ways(self) -> None:
         """A replay's copies take twice the time once slots are used again."""
         header, step = traces.header(), Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=2e-3)
@@ -251,37 +181,5 @@ def test_a_replay_frees_slots_ahead_and_fetches_only_what_is_used(preset: str, t
     assert tpot_s > 0
 
 
-def test_a_replay_with_dynamic_top_k_runs_fewer_experts(tmp_path: Path) -> None:
-    traces.write(tmp_path / "t", traces.header(), [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]])
-    trace = Trace(tmp_path / "t")
-    exact, narrow = replayed(trace, "activeevict-lossless")[0], replayed(trace, "activeevict")[0]
-    assert narrow.dropped > 0
-    assert narrow.total().hits + narrow.total().misses < exact.total().hits + exact.total().misses
-
-
 def preset(**changes: Any) -> PolicySettings:
     return PolicySettings.model_validate({"name": "test", "lossless": True} | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"eviction": "importance"}, "pre_evict"),
-        ({"lossless": False, "routing": {"kind": "budget-aware"}}, "pre_evict"),
-        ({"routing": {"kind": "budget-aware"}, "pre_evict": {"kind": "release-target"}}, "not lossless"),
-        ({"pre_evict": {"kind": "release-target"}, "preload": "all"}, "preload"),
-        ({"pre_evict": {"kind": "release-target"}, "split": {"kind": "fixed"}}, "split"),
-        ({"evict_writeback": True, "split": {"kind": "fixed"}}, "split"),
-    ],
-)
-def test_settings_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        preset(**changes)
-
-
-def test_several_gpus_are_refused() -> None:
-    two, half = ShardSettings(count=2), Budget(share=0.5)
-    chosen = EngineSettings(policy=load_policy("activeevict-lossless"), budget=half, shards=two)
-    with pytest.raises(ConfigError, match="one GPU"):
-        check_combination(chosen)
-    check_combination(chosen.model_copy(update={"policy": policy()}))

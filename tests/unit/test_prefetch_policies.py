@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from numpy.typing import NDArray
 
 from tiermoe.actors.core._core import Governor
 from tiermoe.actors.policies.baselines import (
@@ -58,27 +55,6 @@ def test_follows_the_transcription_with_ties(data: st.DataObject) -> None:
         assert found == transcription(logits, top)
         assert all(type(e) is int for e in found)
         assert rank(logits, top, 40) == [40 + e for e in found]
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 33))
-def test_follows_the_transcription_on_real_logits(seed: int, tokens: int, experts: int) -> None:
-    rng = np.random.default_rng(seed)
-    logits = rng.standard_normal((tokens, experts)).astype(np.float32)
-    for top in {1, min(2, experts), experts}:
-        assert predicted_experts(logits, top) == transcription(logits, top)
-        part = np.stack([logits] * 2, axis=1)[:, 1]  # rows apart
-        assert _cpu.rank_by_votes(part, top, 0) == _cpu.rank_by_votes(part.astype(np.float64), top, 0)
-        assert _cpu.rank_by_votes(part, top, 0) == transcription(logits, top)
-
-
-@pytest.mark.parametrize("scores", [np.zeros(4, np.float32), np.zeros((1, 4), np.int64)])
-def test_native_ranking_refuses_what_are_no_scores(scores: NDArray[Any]) -> None:
-    for rank in (_cpu.rank_by_votes, _cpu.rank_by_score):
-        with pytest.raises(ValueError, match="scores"):
-            rank(scores, 2, 0)
-    with pytest.raises(ValueError, match="at least one"):
-        _cpu.rank_by_votes(np.zeros((1, 4), np.float32), 0, 0)
 
 
 def governor(min_useful: float = 0.5) -> Governor:
@@ -157,11 +133,6 @@ def distance(m1: np.ndarray, m2: np.ndarray) -> float:
     return 1 - total / len(m1)
 
 
-def test_ranked_is_the_union_with_the_highest_priority() -> None:
-    wanted = [Wanted(5, 0.5), Wanted(3, 0.5), Wanted(5, 0.9), Wanted(1, 0.1)]
-    assert ranked(wanted) == [Wanted(5, 0.9), Wanted(3, 0.5), Wanted(1, 0.1)]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_joined_is_ranked_without_objects(seed: int) -> None:
     """Several answers together go to the cache as one run, whatever their layers: none evicts another."""
@@ -175,13 +146,6 @@ def test_joined_is_ranked_without_objects(seed: int) -> None:
     assert runs(joined(found), E) == [("", keys(expected))]
     assert joined([]) == []
     assert joined(found[:1]) is found[0]
-
-
-def test_a_run_behind_another_keeps_its_layers() -> None:
-    maps, gates = WantedKeys([[3, 9]], [0.5, 0.25]), WantedKeys([[5, 4], [8]], [0, -1, -2])
-    both = maps.then(gates, "next-gate")
-    assert runs(both, E) == [("", [3, 9]), ("next-gate", [5, 4]), ("next-gate", [8])]
-    assert list(both)[1:3] == [Wanted(9, 0.25), Wanted(5, 0, "next-gate")]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -231,17 +195,6 @@ def test_activation_matrix_learns_from_finished_requests() -> None:
     assert keys(policy.begin_forward(spans)) == [0, 1]  # the most popular of layer 0, ties by number
     assert keys(policy.observed(seen(0, [[3, 2]], spans))) == [E + 0, E + 1]  # as `two` went on
     assert policy.observed(seen(2, [[0, 3]], spans)) == []  # there is no later layer
-
-
-def test_activation_matrix_follows_a_collection_that_changes_under_a_request() -> None:
-    policy = ActivationMatrixPrefetch(L, E, K, distance=1)
-    spans = [Span("long", 0, 1, True)]
-    policy.begin_forward(spans)
-    policy.observed(seen(0, [[2, 3]], spans))
-    run(policy, "other", [[[2, 3]], [[0, 1]], [[0, 3]]])
-    policy.end("other")
-    assert policy._nearest(policy._requests["long"]) == 0
-    assert keys(policy.observed(seen(1, [[0, 1]], spans))) == [2 * E + 0, 2 * E + 3]
 
 
 def test_full_collection_gives_up_the_nearest() -> None:

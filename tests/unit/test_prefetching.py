@@ -44,7 +44,6 @@ from tiermoe.actors.policies.prefetch import (
     by_score,
     predicted_experts,
 )
-from tiermoe.actors.policies.registry import options
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
@@ -114,14 +113,6 @@ def test_next_gate_asks_as_before(distance: int, tokens: int, routers: list[torc
     assert cache.finished == []
 
 
-def test_a_layer_without_router_is_left_out(routers: list[torch.Tensor]) -> None:
-    cache = FakeCache()
-    tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, [*routers[:2], None, routers[3]])
-    for layer in range(LAYERS):
-        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
-    assert [keys[0] // EXPERTS for keys, _, _ in cache.asked] == [1, 3]
-
-
 def test_order_sources_and_waiting(routers: list[torch.Tensor]) -> None:
     cache = FakeCache()
     says = [Wanted(8, 3.0), Wanted(7, 2.0), Wanted(14, 1.5, "other"), Wanted(15, 1.0), Wanted(6, 0.5)]
@@ -170,32 +161,6 @@ def test_embeddings_are_the_spans_means(routers: list[torch.Tensor]) -> None:
         np.testing.assert_allclose(span.embedding, wanted.numpy(), rtol=1e-6)
     tested.layer(0, view_of(hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64)))
     assert len(policy.begun) == 1
-
-
-def test_an_unannounced_forward_is_one_sequence(routers: list[torch.Tensor]) -> None:
-    policy, model = Embedding(), Model()
-    tested = prefetching(policy, FakeCache(), routers)
-    tested.watch_embeddings(model)
-    tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
-    for _ in range(2):
-        with torch.no_grad():
-            embedded = model.embedding(torch.tensor([[4, 5, 6]]))[0]
-        for layer in range(LAYERS):
-            tested.layer(layer, view_of(hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64)))
-    assert [(s.start, s.stop, s.decode) for spans in policy.begun for s in spans] == [(0, 3, False)] * 2
-    np.testing.assert_allclose(policy.begun[0][0].embedding, embedded.mean(0).numpy(), rtol=1e-6)
-    assert policy.ended == []
-    tested.begin_forward([])
-    assert len(policy.ended) == 2
-
-
-def test_sequences_end_between_forwards(routers: list[torch.Tensor]) -> None:
-    policy = Scripted()
-    tested = prefetching(policy, FakeCache(), routers)
-    tested.end_sequence("a")
-    assert policy.ended == []
-    tested.begin_forward([SequenceRows("b", 0, 1, decode=False)])
-    assert policy.ended == ["a"]
 
 
 def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torch.Tensor]) -> None:
@@ -276,47 +241,6 @@ def test_speculation_follows_equation_3(tokens: int, top: int, routers: list[tor
     ]
 
 
-def test_an_unannounced_forward_ends_with_its_last_row(routers: list[torch.Tensor]) -> None:
-    cache = FakeCache()
-    tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, 2), cache, routers)
-    tested.begin_forward([SequenceRows("a", 0, 1, True)])
-    hidden = hidden_rows(3)
-    for layer in range(LAYERS):
-        tested.layer(layer, view_of(hidden, torch.zeros((3, 2), dtype=torch.int64)))
-    assert cache.asked[-1][0] == transcription(softmax((hidden[2:] @ routers[0].T).numpy()), 2)
-
-
-def test_a_mute_router_is_not_foreseen(routers: list[torch.Tensor]) -> None:
-    cache = FakeCache()
-    tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, 2), cache, [None, *routers[1:3], None])
-    tested.on_predicted = lambda layer, scores: seen.append(layer)
-    seen: list[int] = []
-    for layer in range(LAYERS):
-        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
-    assert seen == [1, 2]
-    assert [keys[0] // EXPERTS for keys, _, _ in cache.asked] == [1, 2]
-
-
-def test_while_prefetch_rests_scores_are_made_for_who_records_them_only(routers: list[torch.Tensor]) -> None:
-    cache, seen = FakeCache(at_rest()), []
-    tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, 2), cache, routers)
-    for layer in range(LAYERS):
-        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
-    tested.on_predicted = lambda layer, scores: seen.append(layer)
-    for layer in range(LAYERS):
-        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
-    assert (cache.asked, seen) == ([], [1, 2, 3, 0])
-
-
-def test_next_gate_does_not_wrap_and_shows_its_scores(routers: list[torch.Tensor]) -> None:
-    seen: list[int] = []
-    tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2, 2), FakeCache(), routers)
-    tested.on_predicted = lambda layer, scores: seen.append(layer)
-    for layer in range(LAYERS):
-        tested.layer(layer, view_of(hidden_rows(1), torch.zeros((1, 2), dtype=torch.int64)))
-    assert seen == [1, 2, 3]
-
-
 def test_other_shards_get_no_prefetches_of_the_next_forward(routers: list[torch.Tensor]) -> None:
     cache, shards = FakeCache(), FakeShards()
     tested = prefetching(SpeculativePrefetch(LAYERS, EXPERTS, EXPERTS), cache, routers, shards)
@@ -348,15 +272,6 @@ def test_random_guesses_are_the_same_each_time_and_of_the_next_layer() -> None:
         assert len(wanted) == 2 or (i >= LAYERS and i % LAYERS != LAYERS - 1 and 2 <= len(wanted) <= 6)
 
 
-def test_random_guesses_are_uniform() -> None:
-    policy = RandomPrefetch(LAYERS, EXPERTS, 2)
-    counts = np.zeros(EXPERTS)
-    for _ in range(600):
-        for want in policy.observed(_seen(0, 1)):
-            counts[want.key % EXPERTS] += 1
-    assert abs(counts - 200).max() < 60
-
-
 def test_pre_gates_answer_in_place_of_the_routers(routers: list[torch.Tensor]) -> None:
     rng = np.random.default_rng(5)
     gates = tuple(
@@ -378,13 +293,6 @@ def test_pre_gates_answer_in_place_of_the_routers(routers: list[torch.Tensor]) -
     for lacking in (PolicyArtifacts(), PolicyArtifacts(gates=gates[:1])):
         with pytest.raises(ConfigError, match="--gates TEXT"):
             gate_probes(policy, lacking, LAYERS, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("kind", ["speculative", "random", "pre-gated"])
-def test_these_look_one_layer_ahead(kind: Any) -> None:
-    assert options("prefetch", {"kind": kind, "top": 9}).distance == 1
-    with pytest.raises(ValueError, match="leave distance out"):
-        options("prefetch", {"kind": kind, "distance": 2})
 
 
 @pytest.mark.parametrize("absent", [None, 1, 2])

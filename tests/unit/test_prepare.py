@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import subprocess
 import sys
@@ -13,19 +12,15 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-import typer
 from rich.console import Console
-from rich.text import Text
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_config, save_tiny_checkpoint
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import layer_name, read_manifest
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
-from tiermoe.cluster.jobs.prepare.prepare_command import prepare_command
 from tiermoe.errors import CheckpointError, StoreError, UnsupportedModelError
 
 torch.set_num_threads(1)
@@ -104,11 +99,6 @@ def test_sharded_bfloat16_checkpoint(qwen: Path, tmp_path: Path) -> None:
     assert_same_as_transformers(tmp_path / "checkpoint", store)
 
 
-def test_blocks_smaller_than_a_tensor(qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiermoe.cluster.checkpoints.plan.BLOCK_BYTES", 300)
-    assert_same_as_transformers(qwen, prepare(qwen, tmp_path / "store", progress=False))
-
-
 @pytest.mark.parametrize(("case", "tied"), [("twice", 1), ("twice, different", 0), ("under the other name", 1)])
 def test_tied_weights(tmp_path: Path, case: str, tied: int) -> None:
     checkpoint = save_tiny_checkpoint("cohere2_moe", tmp_path / "checkpoint")
@@ -120,12 +110,6 @@ def test_tied_weights(tmp_path: Path, case: str, tied: int) -> None:
     store = prepare(checkpoint, tmp_path / "store", progress=False)
     assert len(read_manifest(store).dense.tied) == tied
     assert_same_as_transformers(checkpoint, store)
-
-
-def test_unknown_dense_tensors_are_tolerated(tmp_path: Path) -> None:
-    checkpoint = save_tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint")
-    edit_tensors(checkpoint, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
-    assert_same_as_transformers(checkpoint, prepare(checkpoint, tmp_path / "store", progress=False))
 
 
 def test_a_store_is_self_contained(qwen: Path, tmp_path: Path) -> None:
@@ -282,21 +266,6 @@ def test_finding_a_store_needs_no_torch(qwen: Path, tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == [str(store), "[]"]
-
-
-def test_the_command_prints_the_store(qwen: Path, tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command()(prepare_command)
-    result = CliRunner().invoke(app, [str(qwen), "--cache-dir", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert Path(result.stdout.strip()) == default_store_dir(qwen, tmp_path)
-    ExpertStore(default_store_dir(qwen, tmp_path))
-
-
-def test_the_help_names_a_model_of_a_hub_whole() -> None:
-    """`[@revision]` was taken for markup and left out."""
-    model = inspect.signature(prepare_command).parameters["checkpoint"].annotation.__metadata__[0]
-    assert Text.from_markup(model.help).plain.endswith("org/name[@revision][:FILE.gguf].")
 
 
 # -- checkpoints that cannot be served: the message says which tensor or setting is to blame --------------------------

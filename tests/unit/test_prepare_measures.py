@@ -46,11 +46,6 @@ def test_a_gate_learns_what_it_is_shown() -> None:
         train_gate(hidden, ids[:5], 8)
 
 
-def test_recall_is_the_share_of_true_experts_named() -> None:
-    scores = np.array([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
-    assert recall(scores, np.array([[0, 3], [2, 3]])) == 0.75
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("measures")

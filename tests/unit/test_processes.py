@@ -40,8 +40,3 @@ def test_a_name_with_brackets_and_spaces_does_not_mislead() -> None:
         process.stdout.readline()
         assert one.lives()
         process.communicate("\n")
-
-
-@pytest.mark.parametrize("text", ["", "7", "7-8", "0-1-a", "-1-2-3", "7-8-xyz", "7-8-a/b"])
-def test_what_is_no_process(text: str) -> None:
-    assert ProcessId.parse(text) is None

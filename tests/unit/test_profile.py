@@ -191,31 +191,9 @@ def test_an_interrupted_profile_resumes(
     assert ran == [0, 2]  # windows of 256 tokens
 
 
-@pytest.mark.parametrize("damage", ["garbage", "other key", "other shape", "not finite"])
-def test_sums_of_no_use_are_thrown_away(damage: str, tmp_path: Path) -> None:
-    like = {"a": np.ones((2, 3))}
-    partial = Partial(tmp_path / "work", "key")
-    assert partial.load(like) is None
-    state = {"a": np.full((2, 3), np.inf)} if damage == "not finite" else {"a": np.zeros((2, 3))}
-    partial.save(state, 5)
-    if damage == "garbage":
-        next((tmp_path / "work").iterdir()).write_bytes(b"12345678901234")
-    elif damage == "other key":
-        partial = Partial(tmp_path / "work", "other")
-    elif damage == "other shape":
-        like = {"a": np.ones((3, 3))}
-    assert partial.load(like) is None
-    Partial(tmp_path / "work", "key").save({"a": np.full(like["a"].shape, 3.0)}, 6)
-    found = Partial(tmp_path / "work", "key").load(like)
-    assert found[1] == 6
-    assert (found[0]["a"] == 3).all()
-
-
 def _traced(store: Path, out: Path, **changes: object) -> Path:
     manifest = read_manifest(store)
-    shape = header(
-        layers=2, experts=8, fingerprint=changes.pop("fingerprint", model_fingerprint(manifest)), **changes
-    )  # type: ignore[arg-type]
+    shape = header(layers=2, experts=8, fingerprint=changes.pop("fingerprint", model_fingerprint(manifest)), **changes)  # type: ignore[arg-type]
     write(out, shape, [[1, 2, 3], [4, 5], [6, 7, 8, 9]], decodes=4)
     return out
 
@@ -325,14 +303,3 @@ def test_by_whatever_path_a_profile_is_made_once(
         assert done.exit_code == 0, done.output
     assert ran == [0, 2]
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["store"]
-
-
-def test_command(store: Path, checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    run = CliRunner().invoke(
-        app, ["prepare", str(store), "--profile", str(text), "--profile-figures", str(tmp_path / "figures")]
-    )
-    assert run.exit_code == 0, run.output
-    assert run.stdout.strip() == str(store)
-    assert "picked its best buddy too" in run.stderr
-    assert "cosine" in run.stderr
-    assert (tmp_path / "figures" / "similarity-001.png").is_file()

@@ -356,14 +356,6 @@ def test_what_the_model_does_not_use_is_not_checked(
         assert after.dense_elements == before.dense_elements
 
 
-def test_the_sizes_of_plain_experts_leave_unused_layers_out(tmp_path: Path) -> None:
-    release = Release("plain", "deepseek_v3", None, None)
-    published, _ = write(small(release), tmp_path)
-    before = facts_of_checkpoint(published)
-    edit(published, unused("model.layers.2."))
-    assert facts_of_checkpoint(published) == before
-
-
 # --- what would change the computation ----------------------------------------------------------------------
 
 

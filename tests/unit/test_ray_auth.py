@@ -14,9 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
-from ray._private.parameter import RayParams
 
-from tiermoe.cluster import ray_internals, ray_session
+from tiermoe.cluster import ray_session
 from tiermoe.cluster.ray_auth import adopt_mode, check_joinable, ensure_private_token
 from tiermoe.errors import ConfigError, RuntimeFailure, TierMoeError
 
@@ -158,13 +157,3 @@ def test_a_local_ray_within_a_job_uses_none_of_the_jobs_settings(
         assert {name, hook}.isdisjoint(seen["environment"])
         assert "runtime_env" not in seen
     assert (os.environ[name], os.environ[hook]) == (job, "a.hook")
-
-
-@pytest.mark.parametrize("kind", [ray_internals.PlainNode, ray_internals.QuietNode])
-def test_our_ray_leaves_the_agent_s_usual_port_to_others(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While ours had it, `ray job submit` failed at any other Ray of the machine."""
-    seen = []
-    monkeypatch.chdir(".")  # the class goes elsewhere
-    monkeypatch.setattr(ray_internals.ray_node.Node, "__init__", lambda self, ray_params, head: seen.append(ray_params))
-    kind(ray_params=RayParams(), head=True)  # as `ray.init` calls it
-    assert seen[0].dashboard_agent_listen_port == 0

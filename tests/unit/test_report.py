@@ -5,18 +5,14 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray.exceptions as rex
 from commands import Command
 from fakes import FAKE_FACTS, FakeWorker, fake_plan
 from rich.console import Console
-from safetensors.numpy import save_file
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
@@ -24,25 +20,21 @@ from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.cluster.attach import actor_records
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
 from tiermoe.cluster.deployed_actors import new_id, split_name
-from tiermoe.cluster.jobs.doctor import routed_expert_elements
 from tiermoe.cluster.jobs.options import refuse_runtime_options
 from tiermoe.cluster.jobs.status_command import _plain
-from tiermoe.cluster.ray_session import as_failure, without_ray_notices
-from tiermoe.cluster.report.files import check_writable, write_timeline
+from tiermoe.cluster.ray_session import as_failure
 from tiermoe.cluster.report.runtime import placed_tables, plan_table
 from tiermoe.cluster.report.status_tables import (
     brief_table,
-    merged_residency,
     planner_rows,
     residency_map,
-    shared_rows,
     status_tables,
     summary_table,
 )
-from tiermoe.cluster.report.tables import LineProgress, facts, grid, show
+from tiermoe.cluster.report.tables import facts, grid, show
 from tiermoe.cluster.topology.estimate import make_plan
 from tiermoe.cluster.topology.spec import NodeInfo
-from tiermoe.errors import BudgetError, CheckpointError, ConfigError, RequestError, RuntimeFailure, StoreError
+from tiermoe.errors import BudgetError, RequestError, RuntimeFailure, StoreError
 
 _SETTINGS = EngineSettings(
     policy=load_policy("next-gate"), budget=Budget(share=0.25), link=LinkSettings(gbps=16, latency_us=10)
@@ -164,27 +156,6 @@ def test_no_name_and_no_path_is_broken_at_any_width(width: int) -> None:
     assert not long
 
 
-def test_a_pipe_gets_whole_lines() -> None:
-    """Where nothing is on the other side that has a width, a table of any width is one line a row."""
-    out = io.StringIO()
-    cells = [f"value {number}" for number in range(60)]
-    show(Console(file=out), grid("", [f"column {n}" for n in range(60)], [cells]), facts("", [("x", "word " * 300)]))
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 6  # head, rule, row; empty; the fact; empty
-    assert lines[2].split("  ")[0].strip() == "value 0"
-    assert lines[2].endswith("value 59")
-
-
-def test_timeline(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    check_writable(path)
-    write_timeline(path, [{"ph": "X", "ts": 1.0}])
-    assert json.loads(path.read_text())["traceEvents"] == [{"ph": "X", "ts": 1.0}]
-    for bad in (tmp_path, tmp_path / "none" / "trace.json"):
-        with pytest.raises(ConfigError, match="trace path"):
-            check_writable(bad)
-
-
 def test_failures_are_the_actor_s_own_error_or_one_short_line() -> None:
     refusal = BudgetError("too small", "raise it")
     assert as_failure(rex.RayTaskError("f", "traceback", refusal), "start") is refusal
@@ -206,21 +177,6 @@ def test_a_passed_deadline_names_the_setting_only_where_there_is_one() -> None:
     fixed = as_failure(late, "no answer", 3.0)
     assert fixed.what == "no answer within 3 s"
     assert "raise" not in fixed.remedy
-
-
-def test_doctor_counts_routed_experts_only(tmp_path: Path) -> None:
-    names = {"m.layers.0.mlp.experts.0.up": 6, "m.layers.0.mlp.experts.gate_up": 10, "m.mlp.shared_experts.up": 100}
-    tensors = {name: np.zeros(n, np.float32) for name, n in names.items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert routed_expert_elements(tmp_path) == 16
-    for wrong in (b"[]", b"{", b'{"m.experts.0": 3}', b'{"m.experts.0": {"shape": "3"}}', b"\xff"):
-        (tmp_path / "model.safetensors").write_bytes(len(wrong).to_bytes(8, "little") + wrong)
-        with pytest.raises(CheckpointError, match=r"has a malformed header|not a safetensors file") as refused:
-            routed_expert_elements(tmp_path)
-        assert "object has no attribute" not in str(refused.value)
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
-    with pytest.raises(CheckpointError, match="truncated or not a safetensors file"):
-        routed_expert_elements(tmp_path)
 
 
 def test_the_placed_topology_says_where_and_that_the_speed_is_predicted() -> None:
@@ -307,15 +263,6 @@ def test_before_the_first_request_nothing_is_a_hit() -> None:
     assert "100.0%" not in text
 
 
-def test_residency_of_all_gpus_is_one_map() -> None:
-    lead = [{"states": (2, 0, 0, 0), "uses": (5, 0, 0, 0)}, {"states": (0, 0, 1, 0), "uses": (0, 0, 1, 0)}]
-    shard = [{"states": (0, 2, 0, 1), "uses": (0, 3, 0, 1)}, {"states": (0, 0, 0, 2), "uses": (0, 0, 0, 9)}]
-    both = [{"states": [2, 2, 0, 1], "uses": [5, 3, 0, 1]}, {"states": [0, 0, 1, 2], "uses": [0, 0, 1, 9]}]
-    assert merged_residency([lead, shard]) == both
-    assert merged_residency([lead, None]) == [{name: list(layer[name]) for name in layer} for layer in lead]
-    assert merged_residency([None]) is None
-
-
 def test_the_table_of_gpus_names_the_lost_one() -> None:
     counters = {
         "hits": 3, "misses": 1, "slots": 4, "bytes_loaded": 2048, "total_io_s": 0.5, "blocked_io_s": 0.25,
@@ -354,49 +301,17 @@ def test_only_living_deployments_count_and_their_dead_actors_show() -> None:
 
 @pytest.mark.parametrize(
     ("given", "named"),
-    [({"budget": "1"}, "--budget"), ({"link": {"gbps": 2.0}}, "--link-gbps"), ({"ndp": {"pace": True}}, "--ndp-pace"),
-     ({"cluster": {"shards": 2}}, "--shards")],
+    [
+        ({"budget": "1"}, "--budget"),
+        ({"link": {"gbps": 2.0}}, "--link-gbps"),
+        ({"ndp": {"pace": True}}, "--ndp-pace"),
+        ({"cluster": {"shards": 2}}, "--shards"),
+    ],
 )
 def test_an_attached_driver_may_not_change_the_runtime(given: dict[str, Any], named: str) -> None:
     refuse_runtime_options({"model": "checkpoint", "config": None})
     with pytest.raises(RequestError, match=f"{named} belongs to the runtime"):
         refuse_runtime_options(given)
-
-
-def test_progress_without_a_terminal_is_lines() -> None:
-    out = io.StringIO()
-    with LineProgress(Console(file=out, width=80), every_s=1e9) as progress:
-        task = progress.add_task("measuring", total=3)
-        for _ in range(3):
-            progress.advance(task)
-        assert list(progress.track([1, 2], description="reading")) == [1, 2]
-    assert out.getvalue().splitlines()[-2:] == ["measuring: 3/3", "reading: 2/2"]
-    assert "measuring: 2/3" not in out.getvalue()
-
-
-def test_only_the_threads_of_ray_are_silenced(capsys: pytest.CaptureFixture[str]) -> None:
-    before = sys.stdout
-    with without_ray_notices():
-        for name in ("ray_listen_error_messages", "mine"):
-            thread = threading.Thread(target=print, args=(name,), name=name)
-            thread.start()
-            thread.join()
-        print("main")
-    assert sys.stdout is before
-    assert capsys.readouterr().out == "mine\nmain\n"
-
-
-def test_how_memory_is_shared_is_said_in_words() -> None:
-    shared = {
-        "kv_tokens": 1024, "kv_tokens_most": 8192, "slots_least": 40, "slots_most": 180, "to_kv": 3, "to_experts": 2,
-    }  # fmt: skip
-    (row,) = shared_rows({"shared": shared, "slots": 180})
-    assert row == (
-        "shared memory",
-        "KV cache of 1024 of 8192 tokens, 180 of 40 to 180 slots; "
-        "given to the KV cache 3 times, back to experts 2 times",
-    )
-    assert shared_rows({"shared": None, "slots": 4}) == []
 
 
 def test_what_auto_chose_is_said_in_words() -> None:

@@ -21,8 +21,6 @@ from tiermoe.cluster.jobs.bench.metrics import Report, Spread
 from tiermoe.cluster.jobs.replay import replay_trace
 from tiermoe.cluster.jobs.report import report_command
 from tiermoe.cluster.report import page
-from tiermoe.cluster.report.figures import pareto
-from tiermoe.cluster.report.page import caption, report_page
 from tiermoe.cluster.report.results import measurements, percentiles, read_results
 from tiermoe.errors import ConfigError
 
@@ -110,7 +108,10 @@ def test_the_page_is_whole_and_names_where_figures_come_from(tmp_path: Path) -> 
     page = (tmp_path / "out" / "report.html").read_text()
     checked = Checked(page)
     assert [address for address in checked.addresses if not address.startswith(("#", "data:image/"))] == []
-    assert set(re.findall(r"https?://[^\s\"'<]+", page)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[^\s\"'<]+", page)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
     assert "<script" not in page
     assert "@import" not in page
     assert len(page) < 1e6
@@ -140,26 +141,12 @@ def test_belady_is_a_limit_of_what_loads_on_demand(tmp_path: Path) -> None:
         replay_trace(tmp_path / "t", "next-gate", eviction="belady", budget=0.5)
 
 
-def test_other_machines_and_executors_are_other_panels(tmp_path: Path) -> None:
-    other = {"hardware": {"model": "other", "cores": 64}}
-    found = read_results(written(tmp_path, a=compared(), b=compared(**other), c=compared(executor="real")))
-    page = report_page(found)
-    first = page[page.index("<h2>Decode speed") : page.index("<h2>Time per output")]
-    assert first.count("<svg") == 3
-    assert {caption([one]).split(";")[0] for one in found} == {"executor: emulated", "executor: real"}
-
-
 def test_quality_of_eval_joins_speeds_of_the_same_origin(tmp_path: Path) -> None:
     found = read_results(written(tmp_path, a=compared(), b=evaluated(), c=evaluated("hobbit")))
     drop = next(one for one in found if one.policy == "drop")
     assert (drop.quality or {})["kl_nats"] == 0.125
     assert [one.policy for one in found if one.file == "c.json"] == ["hobbit"]  # without a speed it stays alone
     assert not [one for one in found if one.file == "b.json"]
-
-
-def test_the_pareto_front_leaves_out_what_is_beaten() -> None:
-    points = [(0.0, 10.0), (0.1, 9.0), (0.1, 12.0), (0.2, 12.0), (0.3, 15.0)]
-    assert pareto(points) == [(0.0, 10.0), (0.1, 12.0), (0.3, 15.0)]
 
 
 @pytest.mark.parametrize(
@@ -193,13 +180,6 @@ def test_results_of_the_documentation_are_read() -> None:
     assert all(one.tpot_ms for one in found if one.file == "moepic.json")
 
 
-def test_an_option_that_is_called_rows_is_no_list_of_rows(tmp_path: Path) -> None:
-    """The result of `eval`, whose `rows` is a number or none, ended `report` with a TypeError."""
-    for rows in (None, 5):
-        found = read_results(written(tmp_path, eval=evaluated() | {"rows": rows}))
-        assert [one.policy for one in found] == ["drop"]
-
-
 @pytest.mark.parametrize(
     ("record", "name"),
     [
@@ -219,15 +199,7 @@ def test_what_cannot_be_shown_is_named_and_the_rest_is_shown(
     assert err.startswith("not shown: 'other.json'")
 
 
-def test_rows_that_were_refused_are_not_shown(tmp_path: Path) -> None:
-    rows = [row("on-demand", "0.25", 4.0), {"policy": "own", "budget": "0.25", "refused": "no; mend", "error": "X"}]
-    found = read_results(written(tmp_path, compare=compared(rows=rows)))
-    assert [one.policy for one in found] == ["on-demand"]
-
-
-def test_results_come_before_their_figures(
-    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_come_before_their_figures(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report("compare", "emulated", [row("on-demand", "0.25", 4.0)], settings={"model": "m"})
     journal = type("Journal", (), {"discard": lambda self: None})()
     monkeypatch.setattr(run, "run_experiment", lambda *a, **k: (report, journal))

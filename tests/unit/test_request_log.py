@@ -200,17 +200,6 @@ def test_a_writer_that_hangs_costs_lines_and_no_request(tmp_path: Path, monkeypa
     os.close(filler)
 
 
-def test_a_descriptor_gets_a_line_a_request_and_may_have_no_reader(tmp_path: Path) -> None:
-    """As standard error."""
-    read, write = os.pipe()
-    sink = RequestLog("text", write)
-    sink(RequestRecord("r1", "GET", "/v1/models", status=200))
-    assert b"id=r1" in os.read(read, 4096)
-    os.close(read)
-    sink(RequestRecord("r2", "GET", "/v1/models", status=200))
-    sink.close()
-
-
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     check_file(tmp_path / "new")
     for bad in (tmp_path, tmp_path / "none" / "log"):

@@ -5,7 +5,6 @@ Slots for low-bit replicas beside those of experts in full: loads, counters, vic
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import traces
-from cache_rigs import begin_layer, bytes_held, end_layer, with_replicas
+from cache_rigs import begin_layer, end_layer, with_replicas
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.combinations import check_combination
@@ -27,17 +26,14 @@ from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.host_view import HostViews, LayerView, share
 from tiermoe.actors.engine.make_cache import make_link
-from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.engine.rerouting import LowBits, Rerouter
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
-from tiermoe.actors.policies.activeevict import BudgetAwareTopK
 from tiermoe.actors.policies.hobbit import MixedPrecision
-from tiermoe.actors.policies.registry import PolicyContext, options
+from tiermoe.actors.policies.registry import PolicyContext
 from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policies.routing import Rerouted, RerouteView, Rerouting, drop_pairs
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings, ShardSettings
-from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import SimulatedEngine, eviction_of, policies_of, replica_bytes
 from tiermoe.cluster.simulate.hit_rates import serve
@@ -47,14 +43,6 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert_ffn import Operands, TorchKernel
 from tiermoe.kernels.pack import PackedShape, Quantized, pack_expert
 from tiermoe.kernels.packed_slots import TorchPackedKernel
-
-VIEW = RerouteView(np.ones(8, np.bool_), 0, 4)
-
-
-def _routing(rng: np.random.Generator, tokens: int, top_k: int) -> tuple[Any, Any]:
-    ids = np.stack([rng.permutation(8)[:top_k] for _ in range(tokens)]).astype(np.int64)
-    weights = rng.dirichlet(np.ones(top_k), tokens).astype(np.float32)
-    return ids, -np.sort(-weights, axis=1)
 
 
 def test_what_a_dropped_pair_becomes() -> None:
@@ -148,43 +136,10 @@ def test_places_that_nobody_uses_are_left_out() -> None:
     assert cache.stats.dropped == 3
 
 
-def test_an_unchanged_routing_is_the_model_s_own() -> None:
-    ids, weights = torch.tensor([[3, 0]]), torch.tensor([[0.6, 0.4]])
-    rule = Scripted(Rerouted(ids.numpy(), weights.numpy()))
-    seen = HostViews().look(0, torch.zeros(1, 4), ids, weights)
-    _rerouter(rule, Cache()).layer(0, seen)
-    assert seen.ids is seen.picked
-
-
 def test_a_rule_that_needs_a_mute_router_is_refused() -> None:
     rule = Scripted(Rerouted(np.zeros((1, 1), np.int64), np.ones((1, 1), np.float32)))
     with pytest.raises(ConfigError, match="does not expose"):
         _rerouter(rule, Cache(), mute=True)
-
-
-def _policy(**kwargs: Any) -> PolicySettings:
-    kwargs.setdefault("lossless", False)
-    return PolicySettings(name="test", **kwargs)
-
-
-def test_settings_make_the_rule_or_say_what_is_missing() -> None:
-    assert make_rerouting(_policy(lossless=True), 2, 4, True, PolicyArtifacts()) is None
-    narrowed = _policy(routing={"kind": "budget-aware", "min_top_k": 2}, pre_evict={"kind": "release-target"})
-    assert isinstance(make_rerouting(narrowed, 2, 4, True, PolicyArtifacts()), BudgetAwareTopK)
-    with pytest.raises(ConfigError, match="--profile TEXT"):
-        make_rerouting(_policy(on_miss={"kind": "substitute"}), 2, 4, True, PolicyArtifacts())
-
-
-def test_settings_that_contradict_are_refused() -> None:
-    with pytest.raises(ValueError, match="no routing policy 'quality'"):
-        options("routing", {"kind": "quality", "kl": 0.01})
-    with pytest.raises(ValueError, match="min_top_k"):
-        options("routing", {"kind": "budget-aware", "min_top_k": 0})
-    rule = {"on_miss": {"kind": "drop"}}
-    with pytest.raises(ValueError, match="not lossless"):
-        _policy(**rule, lossless=True)
-    with pytest.raises(ValueError, match="model's own routing"):
-        _policy(**rule, placement={"kind": "static"})
 
 
 LAYERS, EXPERTS, KEYS, HIDDEN, NEURONS = 2, 6, 12, 32, 32
@@ -278,14 +233,6 @@ def mixed() -> Iterator[Mixed]:
     made.cache.close()
 
 
-def test_memory_is_that_of_both_kinds_of_slots(mixed: Mixed) -> None:
-    assert mixed.stats.expert_bytes_peak == 3 * FULL + 2 * LOW
-    assert mixed.stats.low_bit_slots == 2
-    assert mixed.residency.class_slots == (3, 2)
-    mixed.forward(0, [0, 1, 2], [3, 4])
-    assert bytes_held(mixed.cache) == 3 * FULL + 2 * LOW
-
-
 def test_an_unimportant_use_of_a_replica_loads_nothing_and_an_important_one_all(mixed: Mixed) -> None:
     mixed.forward(0, [0], [1])
     stats = mixed.stats.layers[0]
@@ -300,55 +247,6 @@ def test_an_unimportant_use_of_a_replica_loads_nothing_and_an_important_one_all(
     assert list(mixed.cache.uses[:2]) == [3, 3]
     assert len(mixed.cache.states()) == KEYS
     assert mixed.cache.states()[:2] == [State.RESIDENT, State.RESIDENT]
-
-
-def test_each_kind_has_its_own_victims_and_waves(mixed: Mixed) -> None:
-    mixed.forward(0, [0, 1, 2], [3, 4])
-    mixed.forward(1, [], [0, 1])  # the replicas of layer 0 give way, its experts in full do not
-    assert [mixed.residency.state(k) for k in (0, 1, 2)] == [State.RESIDENT] * 3
-    assert [mixed.residency.state(KEYS + k) for k in (3, 4, 6, 7)] == [State.ABSENT] * 2 + [State.RESIDENT] * 2
-    mixed.forward(0, [3, 4, 5, 0], [1, 2])  # four in full on three slots, two of replicas
-    mixed.forward(1, [0], [1, 2, 3, 4, 5])  # five replicas on two slots
-    assert mixed.stats.layers[1].waves > mixed.stats.layers[1].forwards
-    mixed.cache.flush()
-    mixed.cache.check_integrity()
-    assert not list(mixed.residency.held())
-
-
-def test_guesses_of_either_kind(mixed: Mixed) -> None:
-    cache, residency = mixed.cache, mixed.residency
-    mixed.forward(0, [0], [1])
-    assert cache.prefetch([6, KEYS + 7, KEYS + 0]) == 2  # 0 is there in full
-    mixed.settle()
-    assert residency.state(6) == residency.state(KEYS + 7) == State.RESIDENT
-    mixed.forward(1, [0], [1])
-    stats = mixed.stats.layers[1]
-    assert (stats.hits, stats.prefetched_hits, stats.low_bit_hits) == (2, 2, 1)
-    assert (stats.bytes_loaded_prefetch, stats.bytes_loaded_low_bit) == (FULL + LOW, LOW)
-    held = set(residency.held())
-    assert cache.prefetch([KEYS + 8], frozenset({1, 7})) == 0  # nobody may go: what is nearer needs both replicas
-    assert set(residency.held()) == held
-    assert cache.prefetch([KEYS + 8], frozenset({KEYS + 1})) == 1
-    mixed.settle()
-    assert residency.state(KEYS + 7) == State.ABSENT
-    cache.prefetch([9, KEYS + 10])
-    cache.core.drop_stale(1, [])
-    mixed.settle()
-
-
-def test_one_link_carries_both_one_after_the_other() -> None:
-    mixed = Mixed(LinkSettings(gbps=0.05, latency_us=20))
-    try:
-        mixed.forward(0, [0, 1], [2, 3])
-        stats = mixed.stats.layers[0]
-        assert stats.link_s == pytest.approx(4 * 20e-6 + (2 * FULL + 2 * LOW) / 0.05e9)
-        spans = sorted(
-            (e["ts"], e["ts"] + e["dur"]) for e in mixed.cache.timeline.events() if e.get("name", "").startswith("L0 E")
-        )
-        assert len(spans) == 4
-        assert all(after[0] >= before[1] - 1 for before, after in itertools.pairwise(spans))  # microseconds
-    finally:
-        mixed.cache.close()
 
 
 def test_who_runs_on_a_replica(mixed: Mixed) -> None:

@@ -17,7 +17,6 @@ from serving import settings as engine_settings
 from tiny_models import VOCAB, save_tiny_checkpoint
 
 from tiermoe.actors.engine.serving import sampling as sampling_module
-from tiermoe.actors.engine.serving.logits import processor_of
 from tiermoe.actors.engine.serving.sampling import (
     Pick,
     PromptRows,
@@ -107,16 +106,6 @@ def test_cuts_leave_what_sorting_leaves(scores: list[int], top_k: int, top_p: fl
 def test_temperature_comes_before_top_p() -> None:
     assert support(top_p=0.41, temperature=0.5) == {1}  # sharpened to 0.56 and 0.22
     assert support(top_p=0.41, temperature=5.0) == {1, 3}  # flattened to 0.24 and 0.22
-
-
-def test_ties_go_by_number() -> None:
-    assert support(torch.zeros(6), top_k=2) == {0, 1}
-
-
-def test_masked_tokens_never_come() -> None:
-    logits = LOGITS.clone()
-    logits[[1, 3]] = float("-inf")
-    assert support(logits) == {0, 2, 4}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -248,20 +237,6 @@ def test_the_step_of_a_draw_is_the_number_of_tokens_sent() -> None:
     streams.deliver(stream.name, (10, 11))
     streams.deliver(stream.name, (12,))
     assert pick_of(stream) == Pick(stream.request.sampling, 7, 3, stream.name)
-
-
-@pytest.mark.parametrize(
-    ("params", "sent", "plain"),
-    [({}, 0, True), ({"temperature": 1.0}, 0, False), ({"logprobs": 0}, 0, False), ({"min_tokens": 2}, 1, False),
-     ({"min_tokens": 2}, 2, True), ({"presence_penalty": 1.0}, 0, False), ({"logit_bias": ((4, 1.0),)}, 3, False),
-     ({"stop_token_ids": (4,), "ignore_eos": True}, 3, True)],
-)  # fmt: skip
-def test_when_the_argmax_suffices(params: dict[str, Any], sent: int, plain: bool) -> None:
-    streams = Streams(20, [2], 100, processor_of=processor_of)
-    stream = streams.open(GenerationRequest("r", (5,), SamplingParams(**{"max_tokens": 8, **params})))
-    streams.deliver(stream.name, range(10, 10 + sent))
-    assert (pick_of(stream) is None) == plain
-    assert pick_of(None) is None
 
 
 @pytest.fixture(scope="module")

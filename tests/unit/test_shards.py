@@ -7,12 +7,10 @@ Buddies over two GPUs in this process, with integrity checks: what the lead deci
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +20,6 @@ from fake_gpu import FakeGpu
 from quick import quick
 from serving import Group, Tiny, add_random_profile, greedy, policy, prepared, serving_group, settings
 
-from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.peers import shard as shard_module
@@ -97,36 +94,6 @@ def test_pairs_are_computed_once_by_their_owner(olmoe: Tiny) -> None:
         assert total.link_s < total.link_path_s < total.link_s + other["link_s"]
         assert other["misses"] == group.shards[0].engine.stats().total().misses
         assert (lead["shard"], other["shard"]) == ("shard/0", "shard/1")
-
-
-def test_the_plan_lists_the_shards(olmoe: Tiny) -> None:
-    with serving_group(olmoe.store, _settings(2, budget=0.25)) as group:
-        from tiermoe.actors.engine.describe import _shards
-
-        found = _shards(group.settings, group.lead.engine)
-        assert found is not None
-        slot = group.lead.engine.slot_bytes
-        assert [(s["shard"], s["experts"], s["slots"], s["expert_bytes_allocated"]) for s in found] == [
-            (0, 8, 4, 4 * slot), (1, 8, 4, 4 * slot),
-        ]  # fmt: skip
-        assert [s["activations"] for s in found] == ["plain", "plain"]
-
-
-def test_every_gpu_preloads_what_it_owns(olmoe: Tiny) -> None:
-    config = settings(1.0, policy=policy(preload="all"), shards=ShardSettings(count=2))
-    with serving_group(olmoe.store, config) as group:
-        assert greedy(group.lead, _PROMPTS, _NEW) == olmoe.expected
-        assert [s["slots"] for s in group.lead.shard_stats()] == [8, 8]
-        assert [s["bytes_loaded"] for s in group.lead.shard_stats()] == [0, 0]
-
-
-def test_prefetches_go_to_the_owner(olmoe: Tiny) -> None:
-    with serving_group(olmoe.store, _settings(2, prefetch="next-gate")) as group:
-        assert greedy(group.lead, _PROMPTS[:1], _NEW) == olmoe.expected[:1]
-        lead, other = group.lead.shard_stats()
-        assert lead["bytes_loaded_prefetch"] > 0
-        assert other["bytes_loaded_prefetch"] > 0
-        assert other["late_commands"] == 0
 
 
 def test_a_lost_shard_is_replaced_by_the_lead_and_rejoins(olmoe: Tiny) -> None:
@@ -225,24 +192,6 @@ def test_a_shard_computes_on_its_own_gpu(olmoe: Tiny, monkeypatch: pytest.Monkey
             shard.handle(command)  # which may be the first that a thread is given
             assert gpu.calls["enter"] == entered + 1
         assert {9, 11} <= set(shard.engine.cache.residency.held())
-
-
-@pytest.mark.usefixtures("copies_in_python")  # Python does not see the link's thread
-def test_a_shard_without_a_way_for_rows_leaves_no_thread(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: torch.device) -> NoReturn:
-        raise RuntimeError("no pinned memory")
-
-    monkeypatch.setattr(shard_module, "activations_of", fail)
-    before = set(threading.enumerate())
-    with pytest.raises(RuntimeError, match="no pinned memory"):
-        ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, LocalDirectory())
-    assert set(threading.enumerate()) <= before
-
-
-def test_hints_are_not_loaded(shard: ShardWorker) -> None:
-    with closing(shard):
-        shard.handle(replace(_command(4, 0, [9, 11, 13]), hints=2))
-        assert set(shard.engine.cache.residency.held()) == {9}
 
 
 def test_a_batch_for_another_model_is_refused(shard: ShardWorker) -> None:
@@ -386,24 +335,6 @@ def test_the_view_joins_what_each_shard_holds_of_its_own(shards: Any) -> None:
     assert _seen(caches, 1) == ([1, 4], [0, 1, 2] * 2, [False, True, False])  # it was full once
 
 
-def test_what_each_owner_holds_is_known_by_expert(shards: Any) -> None:
-    caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
-    keys = [0, 1, 4, 7, 2, 5, 11]
-    assert caches.hold(keys) == [False] * 7  # nothing told yet
-    one.resident = told(1, 7)
-    two.resident = told(2, resting=True)
-    one.asked, two.asked = {4}, {5}  # shard 2 rests
-    assert caches.hold(keys) == [False, True, True, True, True, False, False]
-
-
-def test_prefetches_since_the_last_answer_are_on_their_way(shards: Any) -> None:
-    caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
-    one.resident, two.resident = told(1), told(2, resting=True)
-    one.asked, two.asked = {4, 10}, {5, 11}  # experts 4 and 5 of both layers; shard 2 rests
-    assert _seen(caches, 0)[0] == [1, 2, 4]
-    assert _seen(caches, 1)[0] == [4]
-
-
 def test_experts_of_a_lost_shard_are_where_the_lead_has_them(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
     one.resident = told(1, 4, 7, 10)
@@ -415,12 +346,6 @@ def test_experts_of_a_lost_shard_are_where_the_lead_has_them(shards: Any) -> Non
     assert _seen(caches, 0, 0, 4) == ([0, 2, 5], [0, 1, 2] * 2, [False, True, False])
     one.resident = told(1)
     assert _seen(caches, 0, 0)[2] == [False, True, False]
-
-
-def test_residency_bits_of_another_model_are_ignored(shards: Any) -> None:
-    caches, (one, _) = PeerCaches(shards, L, E), shards.peers.values()
-    one.resident = np.full(9, 255, np.uint8)
-    assert _seen(caches, 0) == ([], [0, 1, 2] * 2, [False, True, True])
 
 
 _LOSSY_NEW = 16
@@ -494,13 +419,6 @@ def test_less_is_loaded_than_without_buddies(store: ExpertStore) -> None:
     assert loaded["substitute"][1] <= 8  # its slots, and those of the one layer in which it filled the last
 
 
-def test_at_kappa_1_buddies_are_on_the_lead(store: ExpertStore) -> None:
-    with serving_group(store, _lossy_settings(kappa=1.0)) as group:
-        watched = _Watched(group)
-        greedy(group.lead, _PROMPTS, _LOSSY_NEW)
-        assert {there for _, there in watched.moves} == {0}
-
-
 def test_a_shard_is_lost_and_comes_back(store: ExpertStore) -> None:
     with serving_group(store, _lossy_settings("next-gate")) as group:
         watched = _Watched(group)
@@ -528,9 +446,3 @@ def test_dropping_and_random_replacement_run_over_shards(store: ExpertStore) -> 
             greedy(group.lead, _PROMPTS, _LOSSY_NEW)
             stats = group.lead.stats()
             assert (stats.dropped > 0, stats.substitutions > 0) == (on_miss == "drop", on_miss == "random")
-
-
-def test_kappa_is_of_several_shards() -> None:
-    check_combination(_lossy_settings(kappa=0.5))
-    with pytest.raises(ConfigError, match="there is one GPU"):
-        check_combination(_lossy_settings(kappa=0.5, shards=1))

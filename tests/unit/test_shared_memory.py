@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import random
-import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SLOT_BYTES, Fixture, GatedDevice, Rig
@@ -23,15 +21,13 @@ from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget, Shares, SharingRule
 from tiermoe.actors.engine import make_device as devices
-from tiermoe.actors.engine.cache.device import CpuDevice, HostArena
+from tiermoe.actors.engine.cache.device import HostArena
 from tiermoe.actors.engine.cuda.arena import CudaArena, Pages
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.serving import steps
 from tiermoe.actors.engine.serving.shared_memory import SectorPool, SharedMemory
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policies.residency import ResidencyError, State
-from tiermoe.actors.policies.worth import WorthOrder
-from tiermoe.actors.settings import KvSettings, LinkSettings, shared_bytes
+from tiermoe.actors.settings import KvSettings, shared_bytes
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.config import load_policy
@@ -43,12 +39,6 @@ PATIENCE, KEEP = SharingRule.PATIENCE, SharingRule.KEEP
 
 
 # -- the rule ------------------------------------------------------------------------------------------------------
-
-
-def test_slots_have_what_the_kv_cache_leaves() -> None:
-    assert [SHARES.slots(blocks) for blocks in (20, 17, 16, 10, 4)] == [3, 3, 4, 6, 7]
-    for blocks in range(4, 21):
-        assert SHARES.slots(blocks) * 100 + blocks * 30 <= 3 * 100 + 20 * 30
 
 
 # blocks that are there, then (demand, forward, blocks that the prefix cache holds) -> blocks that are to be there
@@ -152,30 +142,6 @@ def test_pages_of_one_range_go_to_the_next(gpu: FakeGpu) -> None:
     assert (gpu.pages.created, gpu.free_bytes()) == (0, 9 * PAGE)
 
 
-def test_a_range_that_cannot_be_mapped_changes_nothing(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = Pages(gpu.pages)
-    arena = CudaArena(pages, 8 * PAGE)
-
-    def full(address: int, given: Any) -> None:
-        raise torch.OutOfMemoryError("the GPU has no memory left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu.pages, "map", full)
-        with pytest.raises(torch.OutOfMemoryError):
-            arena.resize(3 * PAGE)
-    arena.resize(3 * PAGE)  # the same pages again
-    assert (gpu.pages.created, len(gpu.pages.mapped)) == (3, 3)
-    arena.close()
-    assert gpu.pages.created == 0  # others may have the memory
-
-
-def test_an_arena_needs_a_page(gpu: FakeGpu) -> None:
-    gpu.memory = PAGE - 1
-    with pytest.raises(torch.OutOfMemoryError):
-        CudaArena(Pages(gpu.pages), 8 * PAGE)
-    assert not gpu.pages.mapped
-
-
 def test_memory_that_is_in_use_does_not_go(gpu: FakeGpu) -> None:
     device = CudaDevice(gpu)
     arena = device.arena(4 * PAGE)
@@ -190,37 +156,6 @@ def test_memory_that_is_in_use_does_not_go(gpu: FakeGpu) -> None:
         gpu.kernel([arena.tensor[3 * PAGE :]], lambda: None)
     gpu.hazards.clear()
     device.close()
-
-
-def test_a_gpu_without_such_memory_shares_none(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> Any:
-        raise RuntimeError("the GPU has no virtual memory management")
-
-    monkeypatch.setattr(gpu, "page_driver", absent)
-    assert CudaDevice(gpu).arena_problem() == "the GPU has no virtual memory management"
-    assert CudaDevice(FakeGpu()).arena_problem() is None
-    assert CpuDevice(LinkSettings()).arena_problem() is None
-
-
-def test_low_sectors_are_handed_out_first_and_the_last_ones_go() -> None:
-    pool = SectorPool(8, 1, there=3)
-    pool.set_blocks_per_sector(0, 2)
-    assert pool.free_sectors == [4, 3, 2]  # behind two that no request gets
-    pool.allocate_sector(0)
-    pool.allocate_sector(0)
-    assert (pool.in_use, pool.num_free_sectors) == (2, 1)
-    pool.bound(6)
-    assert pool.free_sectors == [7, 6, 5, 4]
-    assert sorted(pool.get_free_blocks(0, 4)) == [4, 5, 6, 7]
-    pool.free_blocks(0, [4, 5])
-    pool.try_to_free_sectors()
-    assert pool.free_sectors == [7, 6, 5, 4, 2]
-    with pytest.raises(ValueError, match="2 sectors are in use"):
-        pool.bound(1)
-    pool.bound(2)
-    assert (pool.free_sectors, pool.there) == ([2], 2)
-    pool.reset()
-    assert pool.free_sectors == [3, 2]
 
 
 class Paged:
@@ -274,23 +209,6 @@ def test_one_last_block_of_the_prefix_cache_stays_and_then_leaves() -> None:
     cached.cache.close()
 
 
-def test_blocks_that_requests_share_count_once() -> None:
-    """Guards a common beginning: the KV cache took the memory of as many beginnings as there were requests."""
-    cached, paged = Fixture(2, GatedDevice(), most=6), Paged()
-    memory = SharedMemory(cached.cache, cached.cache.resize)
-    memory.adopt(paged)
-    requests = {
-        name: SimpleNamespace(request_id=name, initial_tokens=[0] * 16, generated_tokens=[]) for name in "abcd"
-    }  # of four blocks, and a page more
-    paged.cache_allocators["full"].block_table.update({name: [2, 3, 4, 5] for name in "abc"})
-    scheduler = SimpleNamespace(
-        active_requests={name: requests[name] for name in "abc"}, waiting_requests={"d": requests["d"]},
-        max_requests_per_batch=8, safety_margin=0,
-    )  # fmt: skip
-    assert memory._demand(scheduler) == 4 + 3 + 5
-    cached.cache.close()
-
-
 # -- caches that are resized ---------------------------------------------------------------------------------------
 
 
@@ -326,80 +244,6 @@ def test_experts_leave_in_order_of_eviction_and_the_others_move(cached: Fixture)
     assert cached.resident() == {4, 5, 1, 0, 2}
     check_weights(cached)
     assert cached.stats.expert_bytes_peak == 6 * SLOT_BYTES
-
-
-def test_an_order_by_layers_gives_up_slots_of_all_layers() -> None:
-    """Guards one call for all victims: whole layers left, and the others kept more than their share."""
-    made = Fixture(LAYERS, GatedDevice(), most=KEYS, eviction=WorthOrder(LAYERS, EXPERTS))
-    assert isinstance(made.cache.eviction, WorthOrder)
-    made.cache.eviction.bind(KEYS, np.zeros((LAYERS, EXPERTS)))
-    made.cache.resize(KEYS)
-    for layer in range(LAYERS):
-        made.forward(layer, *range(EXPERTS))
-    made.cache.resize(2 * LAYERS)
-    assert [sum(key // EXPERTS == layer for key in made.resident()) for layer in range(LAYERS)] == [2] * LAYERS
-    check_weights(made)
-    made.cache.close()
-
-
-def test_an_idle_loop_leaves_the_cache_to_who_uses_it() -> None:
-    """Guards a resize beside forwards of another thread, such as those that score."""
-    cached, paged, alone = Fixture(2, GatedDevice(), most=6), Paged(), threading.Lock()
-    memory = SharedMemory(cached.cache, cached.cache.resize, alone)
-    memory.adopt(paged)
-    idle = SimpleNamespace(active_requests={}, waiting_requests={}, max_requests_per_batch=4, safety_margin=0)
-    memory.grow_whole()
-    with alone:
-        for _ in range(PATIENCE + 1):
-            memory.stepped()
-            memory.fit_idle(idle)
-        assert paged.num_sectors == 8
-    for _ in range(PATIENCE + 1):
-        memory.stepped()
-        memory.fit_idle(idle)
-    assert paged.num_sectors == 2
-    cached.cache.close()
-
-
-def test_copies_into_slots_that_go_are_waited_for_or_cancelled(cached: Fixture) -> None:
-    device = cached.device
-    assert isinstance(device, GatedDevice)
-    device.held = True
-    assert cached.cache.prefetch([0, 1, 2, 3, 4]) == 5
-    device.await_start()  # the copy into slot 0 is under way; nobody waits for it
-    cached.cache.resize(3)
-    assert [cached.residency.state(key) for key in range(5)] == [State.LOADING] * 3 + [State.ABSENT] * 2
-    for _ in range(3):
-        device.go.release()
-    cached.settle()
-    assert cached.resident() == {0, 1, 2}
-    cached.cache.resize(6)
-    while not device.started.empty():
-        device.started.get()
-    cached.cache.prefetch([5])
-    device.await_start()
-    cached.release_when_awaited(5)  # into slot 3, begun: it is waited for, and moves
-    cached.cache.resize(3)
-    assert 5 in cached.resident()
-    check_weights(cached)
-
-
-def test_a_pinned_expert_keeps_its_slot(cached: Fixture) -> None:
-    cached.forward(0, 0, 1, 2, 3)
-    plan = cached.begin(0, 3)
-    with pytest.raises(ResidencyError, match="expert 3 cannot move from slot 3"):
-        cached.cache.resize(2)
-    assert (cached.residency.slots, cached.residency.state(3)) == (6, State.RESIDENT)
-    check_weights(cached)
-    cached.end(plan)
-    cached.cache.resize(2)
-    check_weights(cached)
-
-
-@pytest.mark.parametrize("slots", [0, 1, 7])
-def test_slots_stay_within_their_bounds(cached: Fixture, slots: int) -> None:
-    with pytest.raises(ValueError, match="not within"):
-        cached.cache.resize(slots)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -555,8 +399,9 @@ def test_on_a_gpu_beside_other_processes(
 def test_too_little_memory_is_refused_at_the_start(store: ExpertStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process took some since the worker asked: no request is to find out."""
     gpu = made_gpu(monkeypatch, TAKEN - 2 * PAGE)
-    with pytest.raises(BudgetError, match=r"no room for a KV cache of 56\.0+ KiB"), serving(
-        store, settings(auto(4), kv=KV)
+    with (
+        pytest.raises(BudgetError, match=r"no room for a KV cache of 56\.0+ KiB"),
+        serving(store, settings(auto(4), kv=KV)),
     ):
         pass
     assert gpu.pages.created == 0

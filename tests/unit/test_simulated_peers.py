@@ -124,6 +124,27 @@ def test_near_data_devices_work_beside_the_gpu(workers: int) -> None:
         assert engine.clock.now_s - begin_s == pytest.approx(want_s)
 
 
+@pytest.mark.parametrize(
+    ("copy", "share", "slower"), [(0.5, 1.0, 1.0), (0.5, 0.5, 1.25), (4.0, 0.5, 2.0), (0.0, 0.5, 1.0)]
+)
+def test_copies_slow_near_data_workers_in_their_memory(copy: float, share: float, slower: float) -> None:
+    """A batch beside a copy of so many times its length: at `share` of its speed while the copy runs."""
+    header = traces.header(layers=1, experts=5, top_k=2, slot_bytes=960)  # 20 neurons
+    alone_s = ndp_s(header, [1] * 2, 16, 1)
+    box = machine(ndp=DEVICE, ndp_share=share, link_gbps=960e-9 / (max(copy, 1e-9) * alone_s))
+    engine = engine_of(load_policy("ktransformers"), header, box, 0.4, np.array([[9, 3, 2, 1, 1]]))
+    begin_s = engine.clock.now_s
+    if copy:
+        engine.cache.core.prefetch([4], [], 1)
+    engine.forward([("a", step(header, [2, 3]))])
+    assert engine.clock.now_s - begin_s == pytest.approx(slower * alone_s)
+    total = engine.live_stats().total()
+    assert total.ndp_experts == 2
+    message_s = 2 * load_s(4 * header.hidden, DEVICE.link)
+    assert total.ndp_measured_s == pytest.approx(slower * alone_s - message_s)  # the kernels'
+    assert total.ndp_wait_s == pytest.approx(slower * alone_s)
+
+
 def test_context_placement_and_monde_replay(tmp_path: Path) -> None:
     """Lossy widths are faster near data than full precision, and only the prefill's migration loads during decode."""
     header = traces.header(layers=2, experts=8, top_k=2, slot_bytes=960)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from policy_presets import POLICIES
 from topology_cases import a_node
 
 from tiermoe.actors import gpu_driver
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.settings import EngineSettings
 from tiermoe.actors.slot_budget import SlotSizes, divide, least_bytes, least_share
-from tiermoe.cluster.config import engine_settings, load_policy, load_run_config, policy_names
+from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
 from tiermoe.cluster.jobs.options import check_budget
 from tiermoe.cluster.topology.inputs import facts_of_store
 from tiermoe.cluster.topology.planner import plan_topology
@@ -35,7 +36,7 @@ def _said(refused: Callable[[str], object], budget: str) -> str:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("name", POLICIES)
 def test_the_budget_that_is_said_to_be_enough_is_taken(
     name: str, shards: int, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

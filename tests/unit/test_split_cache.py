@@ -35,7 +35,6 @@ from tiermoe.actors.store.format import ExpertShape
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine
 from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.errors import BudgetError, ConfigError
 
 LAYERS, EXPERTS, KEYS, NEURONS = 2, 4, 8, 8
 SHAPE = ExpertShape(num_experts=EXPERTS, hidden=16, intermediate=NEURONS, gates=2, has_bias=False)
@@ -92,21 +91,6 @@ def split() -> Iterator[Split]:
     made.cache.close()
 
 
-def test_recut(split: Split) -> None:
-    addresses = [tensor.data_ptr() for tensor in split.cache.pool.tensors]
-    split.forward(0, 0, 1)
-    split.cache.set_split(SplitLayout(NEURONS, (8, 0), (2, 0), 2), [5, 3, 3, 1, 0])
-    assert [split.residency.state(key) for key in (3, 1, 0)] == [State.LOADING, State.LOADING, State.ABSENT]
-    split.settle()
-    assert split.stats.total().bytes_loaded_migration == 2 * 8 * NEURON_BYTES
-    assert split.cache.states()[:4] == [State.ABSENT, State.RESIDENT, State.ABSENT, State.RESIDENT]
-    split.forward(0, 3, 1)
-    split.forward(1, 3, 1, 0)
-    assert split.stats.layers[0].hits == 2
-    assert split.cache.states()[4:] == [State.RESIDENT, State.RESIDENT, State.ABSENT, State.ABSENT]  # bottoms
-    assert [tensor.data_ptr() for tensor in split.cache.pool.tensors] == addresses
-
-
 @pytest.mark.parametrize(
     ("cut", "message"),
     [
@@ -132,16 +116,6 @@ def test_whole_experts_stay_whole() -> None:
     case = make_case(0, 2, 4, 2, True, torch.float32)
     with engine_for(case, 1.0) as engine, pytest.raises(ValueError, match="cannot be split"):
         engine.cache.set_split(SplitLayout(16, (8, 8), (1, 1), 1))
-
-
-def test_what_cannot_be_split() -> None:
-    fixed = SplitOptions(kind="fixed", theta=0.5)
-    biased = make_case(0, 2, 4, 2, False, torch.float32)
-    with pytest.raises(ConfigError, match="biases"), engine_for(biased, 1.0, split=fixed):
-        pass
-    case = make_case(0, 3, 4, 2, True, torch.float32)
-    with pytest.raises(BudgetError, match="needs 32 neurons"), engine_for(case, case.shape.nbytes(4), split=fixed):
-        pass
 
 
 class Whole:
@@ -190,33 +164,6 @@ def simulated(trace: Trace, cut: SplitLayout, prefetch: bool, gbps: float | None
     policies = Policies(tops_and_bottoms(header.layers, header.experts), gate, split=cut)
     machine = Machine(name="tiny", **traces.COSTS.model_dump(), link_gbps=gbps)
     return SimulatedEngine(header, machine, Budget(share=1.0), policies, check=True)
-
-
-def test_the_simulator_runs_a_cut(tmp_path: Path) -> None:
-    """Copies take time by their bytes and kernels by their neurons; a resident expert costs as much cut as whole."""
-    traces.write(tmp_path / "t", traces.header(), [[1, 2, 3]], decodes=4)
-    trace = Trace(tmp_path / "t")
-    iterations = next(iter(trace.requests())).iterations
-    roomy = SplitLayout(10, (4,) * 3, (6,) * 3, 18)
-    engine = simulated(trace, roomy, False, 1e-6)  # 1000 bytes take a second
-    engine.forward([("r", iterations[0])])
-    total = engine.live_stats().total()
-    assert total.misses == sum(len(set(iterations[0].ids[:, layer].ravel())) for layer in range(3))
-    assert total.link_s == pytest.approx(total.misses * 1.0)
-    for part in iterations[1:]:
-        engine.forward([("r", part)])
-    engine.forward([("r", iterations[0])])  # everything is there
-    before_s, blocked_s = engine.clock.now_s, engine.live_stats().total().blocked_io_s
-    engine.forward([("r", iterations[1])])
-    costs = traces.COSTS
-    assert engine.clock.now_s - before_s == pytest.approx(
-        costs.forward_s + 3 * costs.dense_s + 3 * 2 * costs.expert_s
-    )
-    assert engine.live_stats().total().blocked_io_s == blocked_s
-    tight = simulated(trace, SplitLayout(10, (4, 0, 10), (2, 0, 1), 2), True, 1e-3)
-    for part in iterations:
-        tight.forward([("r", part)])
-    assert tight.live_stats().total().top_hits > 0
 
 
 def test_bottoms_are_prefetched_where_every_top_is_cached(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from traces import picks_of
 
 from tiermoe.actors.policies.eviction import CacheOrder
 from tiermoe.actors.policies.moepic import Lcp
-from tiermoe.actors.policies.moepic.split import LayerStatistics, Picks, observe
+from tiermoe.actors.policies.moepic.split import Picks, observe
 
 E, K = 7, 2
 
@@ -71,21 +71,6 @@ class TestObserve:
         assert found.per_step == K
         assert found.steps == found.predicted == tokens
 
-    @settings(max_examples=40, deadline=None)
-    @given(seed=st.integers(0, 10**6), tokens=st.integers(2, 40), at=st.integers(1, 39))
-    def test_windows_add_up(self, order: CacheOrder, seed: int, tokens: int, at: int) -> None:
-        ids, scores = draw(seed, tokens)
-        whole, end = observe(picks_of(ids, E, scores), order)
-        first, then = observe(picks_of(ids[:at], E, scores[:at]), order)
-        if at < tokens:
-            second, then = observe(picks_of(ids[at:], E, scores[at:]), order, then)
-            first = first + second
-        for name in ("hits", "named", "held"):
-            np.testing.assert_array_equal(getattr(first, name), getattr(whole, name))
-        assert (first.steps, first.needed, first.predicted) == (whole.steps, whole.needed, whole.predicted)
-        np.testing.assert_array_equal(then.last, end.last)
-        np.testing.assert_array_equal(then.counts, end.counts)
-
 
 def _with_experts(drawn: tuple[NDArray[np.int64], NDArray[np.float64] | None]) -> tuple:  # type: ignore[type-arg]
     return drawn[0], E, drawn[1]
@@ -132,11 +117,6 @@ class TestOtherOrders:
         found, _ = observe(picks_of(ids, E, None), "lfu")
         np.testing.assert_array_equal(np.diff(found.hits), np.bincount(ranks, minlength=E))
 
-    def test_random_hits_in_proportion(self) -> None:
-        ids, _ = draw(6, 3000, scored=False)
-        found, _ = observe(picks_of(ids, E, None), "random")
-        np.testing.assert_allclose(found.hit_rate, np.arange(E + 1) / E, atol=0.03)
-
 
 @pytest.mark.parametrize("order", ["lcp", "lru", "lfu", "random"])
 def test_layers_together_are_as_each_alone(order: CacheOrder) -> None:
@@ -158,18 +138,6 @@ def test_layers_together_are_as_each_alone(order: CacheOrder) -> None:
 
 
 class TestPicks:
-    def test_steps_that_do_not_count(self) -> None:
-        """They age the others and are in no figure."""
-        ids, scores = draw(8, 30)
-        picks, counted = picks_of(ids, E, scores), np.arange(30) >= 12
-        some, end = observe(picks, "lcp", counted=counted)
-        _, then = observe(picks_of(ids[:12], E, scores[:12]), "lcp")
-        rest, last = observe(picks_of(ids[12:], E, scores[12:]), "lcp", then)
-        np.testing.assert_array_equal(some.held, rest.held)
-        np.testing.assert_array_equal(some.hits, rest.hits)
-        assert some.steps == 18
-        np.testing.assert_array_equal(end.counts, last.counts)
-
     def test_steps_of_several_tokens(self) -> None:
         """A forward of 3 tokens counts as one step that needs the union, and as 3 tokens of age."""
         counts, tokens = np.array([[2, 1, 0], [0, 0, 1], [1, 0, 0]]), np.array([3, 1, 1])
@@ -188,18 +156,3 @@ class TestPicks:
         assert found.predicted == 1
         assert found.accuracy.tolist() == [1, 0, 0]
         assert found.predicted_hit_rate[1].tolist() == [0, 0, 0, 1]  # 0 ranks first, then 1, then 2 by number
-
-    def test_refuses(self) -> None:
-        ones = np.ones((2, 3), int)
-        with pytest.raises(ValueError, match="same steps"):
-            Picks(ones, np.ones(3, int), None)
-        with pytest.raises(ValueError, match="same steps"):
-            Picks(ones, np.zeros(2, int), None)
-        with pytest.raises(ValueError, match="scores"):
-            Picks(ones, np.ones(2, int), np.ones((2, 4)))
-
-    def test_of_no_step(self) -> None:
-        none = LayerStatistics.none(3)
-        assert none.per_step == 0
-        assert not none.hit_rate.any()
-        assert not none.accuracy.any()

@@ -14,8 +14,7 @@ from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
 from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
 from tiermoe.actors.engine.cache.sources import Sources
-from tiermoe.actors.engine.cuda import device as cuda_device
-from tiermoe.actors.engine.cuda.device import CudaDevice, fill_pages
+from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.staging import Staging
 from tiermoe.actors.engine.make_cache import make_link, pinned_layers
 from tiermoe.actors.settings import CopySettings, LinkSettings
@@ -73,18 +72,6 @@ def test_a_staged_copy_waits_for_the_slots_last_use() -> None:
         assert copied.link_s == copied.end_s - copied.start_s
 
 
-def test_pages_are_registered_once() -> None:
-    """Guards against registering a page twice, which CUDA refuses: tensors of a file may share one."""
-    gpu, cuda = device()
-    one = layer()
-    cuda.pin([one], CopySettings())
-    ((at, nbytes),) = gpu.registered.items()
-    first, last = one.tensors[0].data_ptr(), one.tensors[1].data_ptr() + one.tensors[1].nbytes
-    assert at % PAGE == nbytes % PAGE == 0
-    assert at <= first < at + PAGE
-    assert at + nbytes - PAGE < last <= at + nbytes
-
-
 def file_of(count: int, gap: int = 0) -> list[LayerWeights]:
     """Layers in one mapping, each beginning within the page in which the one before ends."""
     size = 4 * FLOATS + gap
@@ -115,68 +102,6 @@ def test_layers_whose_tensors_lie_between_each_others() -> None:
     _, report = cuda.pin(mapped, CopySettings())
     assert (report.registered, report.staged) == (5 * 2 * FLOATS * 2, 0)
     assert len(gpu.registered) == 2
-
-
-def test_one_page_that_is_refused_costs_no_more_than_its_neighbours() -> None:
-    gpu, cuda = device()
-    mapped = file_of(9)
-    bad = mapped[4].tensors[0].data_ptr() + PAGE  # no other layer has this page
-    gpu.refuse = lambda address, nbytes: address <= bad < address + nbytes
-    _, report = cuda.pin(mapped, CopySettings())
-    assert report.problem == "refused"
-    pinned = [cuda.is_pinned(one.tensors) for one in mapped]
-    assert not pinned[4]
-    assert pinned.count(False) <= 2  # one that shares a page with a neighbour which was registered before it
-    assert report.registered == pinned.count(True) * BYTES
-    cuda.close()
-    assert not gpu.registered
-
-
-def test_the_limit_takes_a_file_in_part() -> None:
-    cuda = device()[1]
-    mapped = file_of(4)
-    _, report = cuda.pin(mapped, CopySettings(pinned_gib=2.5 * BYTES / 2**30))
-    assert (report.registered, report.staged) == (2 * BYTES, 2 * BYTES)
-    assert [cuda.is_pinned(one.tensors) for one in mapped] == [True, True, False, False]
-
-
-def test_a_refused_layer_leaves_its_room_to_others() -> None:
-    gpu, cuda = device()
-    mapped = layers(3)
-    first = mapped[0].tensors[0].data_ptr()
-    gpu.refuse = lambda address, nbytes: address <= first < address + nbytes
-    _, report = cuda.pin(mapped, CopySettings(pinned_gib=2.5 * BYTES / 2**30))
-    assert report is not None
-    assert [cuda.is_pinned(one.tensors) for one in mapped] == [False, True, True]
-
-
-def test_every_page_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.zeros(10 * PAGE, dtype=torch.uint8)
-    tensor[::PAGE] = 1
-    assert fill_pages(tensor) == 10
-    monkeypatch.setattr(cuda_device, "_TOUCH_BYTES", 3 * PAGE)  # by several threads, the last part smaller
-    assert fill_pages(tensor) == 10
-    assert fill_pages(torch.ones(3, dtype=torch.bfloat16)) == 0x80  # the first byte of 1.0
-
-
-def test_all_is_registered_where_the_driver_allows_it() -> None:
-    gpu, cuda = device()
-    mapped = layers(3)
-    found, report = cuda.pin(mapped, CopySettings())
-    assert found == mapped
-    assert (report.registered, report.copied, report.staged, report.problem) == (3 * BYTES, 0, 0, None)
-    assert all(cuda.is_pinned(one.tensors) for one in mapped)
-    assert len(gpu.registered) == 3
-    cuda.close()
-    cuda.close()
-    assert not gpu.registered
-
-
-def test_what_is_pinned_already_is_left_alone() -> None:
-    gpu, cuda = device(pin_all=True)
-    _, report = cuda.pin(layers(2), CopySettings())
-    assert report.registered == 2 * BYTES
-    assert not gpu.registered
 
 
 def test_the_limit_holds() -> None:
@@ -260,16 +185,6 @@ def test_a_layer_refused_in_part_stays_pinned_in_no_part() -> None:
     assert not gpu.registered
     assert not cuda.is_pinned(one.tensors[:1])
     cuda.close()
-
-
-def test_a_page_of_the_neighbours_pins_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver tells of one address: a copy from a tensor of which only the first page is registered fails."""
-    gpu, cuda = device()
-    tensor = torch.zeros(10 * PAGE, dtype=torch.uint8)
-    shared = tensor.data_ptr() + PAGE
-    monkeypatch.setattr(gpu, "is_pinned", lambda one: one.data_ptr() < shared)
-    assert cuda.is_pinned((tensor[:100],))
-    assert not cuda.is_pinned((tensor,))
 
 
 def test_replicas_are_pinned_within_what_experts_leave_of_the_limit() -> None:

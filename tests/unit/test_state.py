@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tiermoe.actors.engine.dense.native import NativeDense
 from tiermoe.actors.engine.model.lengths import lengths_of
 from tiermoe.actors.engine.model.model import attach, register_implementation
-from tiermoe.actors.engine.model.state import State, unchanged
+from tiermoe.actors.engine.model.state import State
 
 
 class Norm(nn.Module):
@@ -99,41 +99,6 @@ def test_what_a_forward_changes_is_named(checkpoint: Path) -> None:
     model.model.norm = Norm(model.model.norm, model.config, ASSIGNMENTS["a number"])
     (note,) = NativeDense(model, 1, required=False).notes
     assert "a forward changes model.norm.steps" in note
-
-
-def test_random_numbers_go_on_where_they_were() -> None:
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    with unchanged(nn.Dropout()):
-        torch.rand(100)
-    assert torch.equal(torch.rand(2), expected)
-
-
-def test_parameters_and_the_order_of_attributes_stay() -> None:
-    module = nn.Linear(2, 2)
-    module.extra = {"b": 1, "a": 2}  # type: ignore[assignment]
-    weight = module.weight
-    with unchanged(module) as changed:
-        module.weight = nn.Parameter(torch.zeros(2, 2))
-        module.extra.pop("b")  # type: ignore[operator]
-    assert module.weight is weight
-    assert list(module.extra) == ["b", "a"]  # type: ignore[arg-type]
-    assert sorted(changed) == ["Linear._parameters.weight", "Linear.extra.b"]
-
-
-def test_nothing_is_reported_where_nothing_changed() -> None:
-    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).eval()
-    module[0].running_mean[0] = float("nan")  # type: ignore[index]
-    with unchanged(module) as changed:
-        module(torch.zeros(2, 3))
-    assert changed == []
-    module.train()
-    with unchanged(module) as changed:
-        module(torch.randn(2, 3))
-    assert {name.rpartition(".")[2] for name in changed} == {
-        "running_mean", "running_var", "num_batches_tracked"
-    }  # fmt: skip
 
 
 def test_a_worker_serves_a_model_that_assigns_in_its_forward(

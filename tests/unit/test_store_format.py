@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,19 +49,6 @@ def manifest(**changes: object) -> Manifest:
 
 def fail(what: str) -> StoreError:
     return StoreError(what, "test")
-
-
-def test_expert_shapes_are_neuron_major_and_count_their_bytes() -> None:
-    assert SHAPE.gate_up == (5, 2, 6)
-    assert SHAPE.down == (5, 6)
-    assert SHAPE.gate_up_bias == (5, 2)
-    assert SHAPE.down_bias == (6,)
-    assert SHAPE.nbytes(2) == 2 * (60 + 30 + 10 + 6)
-    assert SHAPE.stacked()["gate_up"] == (4, 5, 2, 6)
-    assert manifest().expert_nbytes() == 212
-    shape = ExpertShape(num_experts=2, hidden=3, intermediate=4, gates=1, has_bias=False)
-    assert shape.stacked() == {"gate_up": (2, 4, 1, 3), "down": (2, 4, 3)}
-    assert shape.nbytes(4) == 4 * 24
 
 
 def test_a_manifest_is_read_back_and_every_altered_byte_is_noticed() -> None:
@@ -117,17 +103,6 @@ def test_headers_are_aligned_and_read_back(tmp_path_factory: pytest.TempPathFact
     assert all(s.nbytes == math.prod(s.shape) * ITEM_BYTES[s.dtype] for s in found)
     with safe_open(path, "np") as file:  # the safetensors library agrees
         assert set(file.keys()) == set(tensors)
-
-
-def test_data_lies_where_the_header_says(tmp_path: Path) -> None:
-    first, second = np.arange(6, dtype=np.float32), np.arange(4, dtype=np.float32)
-    head, specs = build_header({"a": ("F32", (2, 3)), "b": ("F32", (4,))})
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(head + first.tobytes() + second.tobytes())
-    assert specs[1].offset == len(head) + 24
-    with safe_open(path, "np") as file:
-        np.testing.assert_array_equal(file.get_tensor("a"), first.reshape(2, 3))
-        np.testing.assert_array_equal(file.get_tensor("b"), second)
 
 
 def header_file(entries: object, data: int) -> bytes:

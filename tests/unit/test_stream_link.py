@@ -20,14 +20,12 @@ from cache_rigs import (
     RATE,
     Rig,
     begin_layer,
-    end_layer,
     run_layer,
     with_replicas,
 )
 
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
-from tiermoe.actors.engine.stats import LayerStats
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.residency import State
 from tiermoe.errors import RuntimeFailure
@@ -56,36 +54,6 @@ def test_the_host_never_waits_on_a_forwards_way() -> None:
         rig.finish()
 
 
-def test_arrivals_that_are_complete_run_together() -> None:
-    """One call of the kernels for those whose copies have ended, not one for each."""
-    rig = Rig(4)
-    rig.gpu.idle = True
-    plan = begin_layer(rig.cache, 0, [0, 1, 2, 3])
-    assert rig.cache.core.next() == (0, 1)  # none has ended: the compute waits for the first
-    rig.gpu.finish()
-    assert rig.cache.core.next() == (1, 4)
-    assert rig.gpu.synchronized == 0
-    end_layer(rig.cache, plan)
-    rig.finish()
-
-
-def test_only_so_much_is_prefetched_at_a_time() -> None:
-    rig = Rig(8, ahead=2)
-    rig.gpu.idle = True
-    assert rig.cache.prefetch(range(6)) == 6
-    assert (len(rig.link.enqueued(False)), len(rig.link.waiting)) == (2, 4)
-    rig.gpu.finish()
-    rig.cache.poll()
-    assert (len(rig.link.enqueued(False)), len(rig.link.waiting)) == (2, 2)
-    assert len(rig.resident()) == 2
-    rig.gpu.finish()
-    rig.cache.poll()
-    rig.gpu.finish()
-    rig.cache.poll()
-    assert len(rig.resident()) == 6
-    rig.finish()
-
-
 def test_a_large_guess_goes_in_parts_and_ends_where_it_proves_wrong() -> None:
     """What has been moved of it counts as loaded and wasted; its slot is written anew only after that."""
     rig = Rig(1)
@@ -103,20 +71,6 @@ def test_a_large_guess_goes_in_parts_and_ends_where_it_proves_wrong() -> None:
     assert stats.bytes_wasted == stats.bytes_loaded_prefetch == 64
     assert stats.bytes_loaded_demand == CARRIED
     rig.finish()
-
-
-def test_the_rest_of_a_large_guess_is_demanded() -> None:
-    rig = Rig(2)
-    rig.link.ahead(32, 32)
-    rig.gpu.idle = True
-    rig.cache.prefetch([4, 5])
-    rig.forward(1, [0])
-    assert (under_way(rig, "demand"), under_way(rig, "prefetch")) == ([4], [4])
-    assert rig.residency.state(5) == State.ABSENT
-    rig.finish()
-    stats = rig.stats.layers[1]
-    assert (stats.late_prefetches, stats.bytes_wasted) == (1, 0)
-    assert stats.link_s == pytest.approx(CARRIED / RATE)
 
 
 def test_demand_goes_before_what_waits() -> None:
@@ -156,31 +110,6 @@ def test_blocked_time_is_what_the_compute_waited() -> None:
     rig.forward(1, [0, 2])
     stats = rig.stats.layers[1]
     assert (stats.hits, stats.misses) == (2, 2)
-    rig.finish()
-
-
-def test_two_streams_share_one_link() -> None:
-    """Copies that overlap are not counted twice: the link cannot be busy longer than time passed."""
-    for seed in range(10):
-        rig = Rig(6, seed)
-        for turn in range(9):
-            rig.forward(turn % LAYERS, [turn % EXPERTS, (turn + 1) % EXPERTS], guesses=[(5 * turn + 4) % KEYS])
-        rig.finish()
-        assert 0 < rig.stats.total().link_s <= rig.gpu.now_s * 1.0001
-
-
-def test_preload_and_flush_wait_for_the_bytes() -> None:
-    rig = Rig(3)
-    rig.gpu.idle = True
-    rig.cache.core.preload([0, 1, 2])
-    assert rig.stats.bytes_preloaded == 3 * CARRIED
-    assert rig.link.pending == 0
-    rig.cache.settle_times()
-    assert rig.stats.total() == LayerStats()
-    rig.forward(0, [0, 1, 2])
-    assert rig.stats.layers[0].hits == 3
-    rig.cache.flush()
-    assert rig.resident() == set()
     rig.finish()
 
 
@@ -327,11 +256,6 @@ def test_random_plans_where_some_layers_are_not_pinned() -> None:
     """Their copies are a thread's; those of the streams and the thread's share the slots."""
     for seed in range(6):
         drive(Rig(3, seed, torch.float32, pinned=(True, False, True)), seed, layers=12)
-
-
-def test_no_layer_is_pinned() -> None:
-    """As where the driver registers no file's pages. Guards a table of sources of no entry, which was read."""
-    drive(Rig(3, 1, torch.float32, pinned=(False,) * LAYERS), 1, layers=6)
 
 
 class MixedRig(Rig):

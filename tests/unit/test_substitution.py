@@ -9,7 +9,6 @@ import pytest
 from buddymoe_reference import exp, log, margin, permitted, token_entropy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.policies.buddymoe import MissRule, RandomRule, no_buddies
@@ -163,9 +162,7 @@ def test_what_has_no_buddy_is_dropped() -> None:
     assert found.ids.tolist() == [[5, 5, 2, 5]]
     np.testing.assert_allclose(found.weights, [[0, 0.3, 0.2, 0]])
     assert (found.substituted, found.dropped) == (1, 2)
-    scaled = run(
-        [0, 1, 2, 3], {2, 5}, lists(e1=[5]), SubstitutionOptions(fallback="drop", renormalise=True), weights
-    )
+    scaled = run([0, 1, 2, 3], {2, 5}, lists(e1=[5]), SubstitutionOptions(fallback="drop", renormalise=True), weights)
     np.testing.assert_allclose(scaled.weights, [[0, 0.6, 0.4, 0]], rtol=1e-6)
     none = run([0, 1], set(), lists(), SubstitutionOptions(fallback="drop"), [0.6, 0.4])
     assert none.ids.tolist() == [[0, 0]]  # the first is loaded after all
@@ -279,7 +276,10 @@ def made(**options: object) -> MissRule:
     entropies = np.ones((2, len(TEMPERATURES), BINS))
     profile = ExpertProfile(pairs.sum(axis=2), pairs, pairs, entropies, None)
     policy = PolicySettings(
-        name="test", lossless=False, on_miss="substitute", substitution={"epsilon": 0.0, **options}  # type: ignore
+        name="test",
+        lossless=False,
+        on_miss="substitute",
+        substitution={"epsilon": 0.0, **options},  # type: ignore
     )
     rule = make_rerouting(policy, 2, E, True, PolicyArtifacts(profile=profile), expert_bytes=10)
     assert isinstance(rule, MissRule)
@@ -337,46 +337,3 @@ def test_drop_leaves_out_what_is_missing() -> None:
     assert found.ids.tolist() == [[1, 1, 2], [2, 2, 2]]
     np.testing.assert_allclose(found.weights, [[0, 0.6, 0.4], [0, 0, 1]], rtol=1e-6)
     assert (found.substituted, found.dropped) == (0, 3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rho": -1}, "rho"), ({"search": 0}, "search"), ({"temperature": 0.0}, "temperature"),
-        ({"reuse": 1.0}, "reuse"), ({"eta": -1.0}, "eta"),
-    ],
-)  # fmt: skip
-def test_options_out_of_range(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SubstitutionOptions(**options)  # type: ignore[arg-type]
-
-
-def test_buddies_that_cannot_be() -> None:
-    good = lists(e0=[1])
-    for ids, similarity in (
-        (good.ids + 8, good.similarity), (good.ids[:, :2], good.similarity), (good.ids, -good.similarity),
-        (good.ids.astype(np.int64), good.similarity), (good.ids, good.similarity + np.float32(np.inf)),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=r"buddies|buddy|similarities"):
-            Buddies(ids, similarity)
-
-
-@pytest.mark.parametrize(
-    ("on_miss", "options", "message"),
-    [
-        ("load", {"rho": 3}, "does not use substitution's rho"),
-        ("drop", {"rho": 3}, "does not use substitution's rho"),
-        ("random", {"alpha": 0.5}, "does not use substitution's alpha"),
-        ("substitute", {"tau": 0.5, "percentile": 10}, "either given or a percentile"),
-        ("substitute", {"beta": 0.5, "link_ms": 1}, "adapts to link_ms"),
-        ("substitute", {"temperature": 1.1}, "of the gates by entropy"),
-        ("substitute", {"mix": 0.1}, "of the ranking by a blend"),
-        ("substitute", {"by": "output", "weighted": True}, "leaves out"),
-    ],
-)
-def test_settings_that_would_do_nothing_are_refused(on_miss: str, options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        PolicySettings(
-            name="test", lossless=False, on_miss=on_miss,  # type: ignore[arg-type]
-            substitution=dict(**options),  # type: ignore[arg-type]
-        )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import signal
 import subprocess
 import sys
@@ -13,14 +11,13 @@ from typing import Any
 import psutil
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
-from rich.console import Console
 
 from tiermoe.cluster import deploy, supervision
 from tiermoe.cluster.attach import ActorRecord, Lead
 from tiermoe.cluster.config import RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.deployed_actors import remake
-from tiermoe.cluster.launch import Launch, say
+from tiermoe.cluster.launch import Launch
 from tiermoe.cluster.supervision import LeadKeeper, WorkerKeeper
 from tiermoe.errors import LoopDied, RuntimeFailure, StoreError, TierMoeError
 
@@ -253,13 +250,6 @@ def test_a_lead_that_ray_gave_up_is_the_end(fake: FakeRay, keeper: LeadKeeper, r
         keeper.look()
 
 
-def test_what_a_lead_refuses_is_raised(fake: FakeRay, keeper: LeadKeeper) -> None:
-    fake.record = fake.lead(1, "ALIVE")
-    fake.answers["start"] = RayTaskError("start", "traceback", RuntimeFailure("the disk is gone", "mount it"))
-    with pytest.raises(RuntimeFailure, match="the disk is gone"):
-        keeper.look()
-
-
 def test_a_lead_that_hangs_is_said_then_killed(fake: FakeRay, keeper: LeadKeeper, said: list[str]) -> None:
     fake.answers["health"] = None
     for _ in range(32):
@@ -280,19 +270,6 @@ def test_a_lead_is_not_silent_while_this_process_is_stopped(fake: FakeRay, keepe
         keeper.look()
         fake.now_s += 1
     assert (said, fake.remade) == ([], [])
-
-
-def test_rays_processes_are_not_silent_while_this_one_is_stopped(fake: FakeRay, said: list[str]) -> None:
-    watch = supervision.RayWatch.__new__(supervision.RayWatch)  # without its thread
-    raylet = supervision._Process("Ray's raylet", "127.0.0.1:1", answered_s=fake.now_s)
-    watch._servers, watch._actors, watch._serves, watch._notify = [raylet], {}, False, said.append
-    watch._pauses = supervision.Pauses()
-    none = SimpleNamespace(result=lambda: SimpleNamespace(status=None), code=lambda: None)
-    raylet.ask = lambda: none  # type: ignore[method-assign]
-    for step_s in (1, 1, 60, 1, 1):
-        fake.now_s += step_s
-        assert watch._silence() is None
-    assert said == ["this process was stopped for 60 s (a suspended machine?); it resumes"]
 
 
 def test_an_actor_that_is_gone_for_good_has_ended_and_the_lead_is_its_keepers(
@@ -321,23 +298,6 @@ def test_an_actor_that_is_gone_for_good_has_ended_and_the_lead_is_its_keepers(
     assert said[3:] == ["shard/1 ended"]
     for process in watch._actors.values():
         process.channel.close()
-
-
-class FullDisk(io.StringIO):
-    def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_line_that_cannot_be_written_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Standard error in a file on a full disk: the line about a worker that had died ended the server."""
-    from tiermoe.cluster.jobs import options
-
-    config = RunConfig(threads=1)
-    monkeypatch.setattr(options, "prepared_store", lambda *given, **more: "store")
-    monkeypatch.setattr(sys, "stderr", FullDisk())
-    say("ndp/0 died")
-    deployment = options.deployed(config, engine_settings(config), Console(stderr=True), lambda step: None)
-    deployment._launch.notify("ndp/0 died")
 
 
 @pytest.mark.parametrize(("title", "killed"), [("ray::GpuWorker", True), ("another program", False)])

@@ -392,12 +392,6 @@ def test_a_vocabulary_that_does_not_count_may_be_a_pointer_of_git_lfs(tmp_path: 
         load_tokenizer(write(tmp_path / "other", {"tokenizer.model": pointer}, "mixtral"))
 
 
-def test_an_error_comes_out_of_the_other_process(tmp_path: Path) -> None:
-    folder = write(tmp_path / "model", {**whole("byte-level"), "tokenizer_config.json": "{"})
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json' is not valid JSON.*; correct it"):
-        reader._read_in_a_process(folder)
-
-
 def test_every_way_in_gives_these_ids(checkpoint: Path, tmp_path: Path) -> None:
     """`/tokenize`, completions, `LLM`, record, evaluation, calibration, grammars; of the checkpoint and its store."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
@@ -430,13 +424,6 @@ def test_every_way_in_gives_these_ids(checkpoint: Path, tmp_path: Path) -> None:
         vocabulary, notes = _vocabulary_of(path)
         assert Tokenizer.from_str(vocabulary).encode(prompt).ids == ids
         assert notes == []
-
-
-def test_a_tokenizer_that_grammars_cannot_read_is_a_note(tmp_path: Path) -> None:
-    vocabulary, notes = _vocabulary_of(write(tmp_path / "model", {"tokenizer.json": "{"}))
-    assert vocabulary is None
-    assert "grammars are refused: " in notes[0]
-    assert _vocabulary_of(tmp_path) == (None, [])
 
 
 def test_a_chat_template_comes_with_every_layout(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.topology.estimate import Hardware, links_of
 from tiermoe.cluster.topology.spec import NODE_ID_LABEL, LowBitSpec, NodeInfo, PlannedBytes, cluster_spec
 from tiermoe.errors import BudgetError, ConfigError
-from tiermoe.kernels.pack import PackedShape
 
 # ownership
 
@@ -254,12 +253,6 @@ def test_low_bit_replicas_take_host_memory_and_a_share_of_the_budget() -> None:
     assert stand_in.host_bytes == 3072 + 1280 + 1200
 
     assert plan([a_node("a", CPU=3, GPU=1, memory=3072 + 1280)], low_bit=_LOW_BIT).lead.node == "a"
-
-
-def test_a_low_bit_preset_counts_the_bytes_that_the_files_have() -> None:
-    config = load_run_config(None, {"policy": "hobbit", "device": "cpu", "threads": 1, "budget": "8KiB"})
-    spec = cluster_spec(config, engine_settings(config), FACTS, [])
-    assert spec.low_bit == LowBitSpec(PackedShape(4, 4, 4, 64).nbytes(), 0.25)
 
 
 _SNUG, _ROOMY = a_node("a", CPU=3, GPU=1), a_node("a", CPU=9, GPU=1)

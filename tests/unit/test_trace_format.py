@@ -28,7 +28,7 @@ from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.predictors import routing_profile
 from tiermoe.cluster.simulate.trace import Trace, TraceHeader, check_chunk, read_chunk
 from tiermoe.cluster.simulate.trace_writer import TraceWriter, merge_traces
-from tiermoe.errors import ConfigError, TraceError
+from tiermoe.errors import TraceError
 
 PROMPTS = [[1, 2, 3], [7], [9, 9, 1, 4]]
 
@@ -51,18 +51,6 @@ def test_what_is_written_is_read(tmp_path: Path, chunk_bytes: int) -> None:
                 wanted = getattr(step, name)
                 np.testing.assert_array_equal(getattr(read, name), wanted.astype(getattr(read, name).dtype))
             np.testing.assert_allclose(read.embedding, traces.embed(step.tokens).mean(axis=0))
-
-
-def test_bytes_of_a_row_are_as_stated(tmp_path: Path) -> None:
-    shape = traces.header()
-    traces.write(tmp_path / "t", shape, PROMPTS)
-    trace = Trace(tmp_path / "t")
-    arrays = read_chunk(tmp_path / "t", trace.header, trace.header.chunks[0])
-    held = sum(arrays[name].nbytes for name in shape.row_arrays())
-    assert held == trace.header.rows * shape.row_bytes
-    assert traces.header(16, 32, 4, 4).row_bytes == 1988  # what the format's page states of the default model
-    assert traces.header(32, 8, 2, 4).row_bytes == 1476
-    assert traces.header(experts=300).id_dtype is np.uint16
 
 
 def test_lookahead_gives_the_recorded_order(tmp_path: Path) -> None:
@@ -105,14 +93,6 @@ def test_merging(tmp_path: Path) -> None:
     traces.write(tmp_path / "c", traces.header(fingerprint="0" * 64), PROMPTS)
     with pytest.raises(TraceError, match="not of the model"):
         merge_traces([tmp_path / "a", tmp_path / "c"], tmp_path / "ac")
-
-
-def test_only_a_new_or_empty_folder_is_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="not empty"):
-        TraceWriter(tmp_path, traces.header(), traces.embed)
-    with pytest.raises(ConfigError, match="cannot be made"):
-        TraceWriter(tmp_path / "file", traces.header(), traces.embed)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no header", "half a header", "unknown key"])
@@ -353,15 +333,6 @@ def test_simulated_counters_equal_the_engine_s(recorded: tuple[Path, Path, dict]
     assert (figures["executor"], counted["executor"]) == ("simulated", "emulated")
     assert figures["slots"] == counted["slots"]
     assert figures["expert_budget_bytes"] == counted["expert_budget_bytes"]
-
-
-def test_header_states_costs_and_bytes(recorded: tuple[Path, Path, dict]) -> None:
-    _, path, _ = recorded
-    header = Trace(path).header
-    assert header.costs.expert_s > 0
-    held = sum(chunk.bytes for chunk in header.chunks)
-    assert held > header.rows * header.row_bytes
-    assert json.loads((path / "trace.json").read_text())["complete"] is True
 
 
 _ONE = pytest.mark.parametrize("recorded", ["qwen3_moe"], indirect=True)  # the writer knows no architecture

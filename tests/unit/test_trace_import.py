@@ -159,13 +159,3 @@ def test_impossible_token_ids_are_numbers_in_their_place(token: int, tmp_path: P
     import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
     (one,) = Trace(tmp_path / "out").requests()
     assert [token for part in one.iterations for token in part.tokens.tolist()] == [0, 1, 2]
-
-
-def test_many_tokens_are_made_in_blocks(tmp_path: Path) -> None:
-    """The same trace as in one piece."""
-    lines = [f"{token},0,{token % 3}" for token in range(600)]
-    (tmp_path / "file").write_text("\n".join(["token,layer,experts", *lines]))
-    import_trace(tmp_path / "file", tmp_path / "out", None, "x", None, 1)
-    (one,) = Trace(tmp_path / "out").requests()
-    assert [int(part.ids[0, 0, 0]) for part in one.iterations] == [token % 3 for token in range(600)]
-    assert [int(part.tokens[0]) for part in one.iterations] == list(range(600))

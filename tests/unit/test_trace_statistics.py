@@ -47,21 +47,6 @@ def test_hits_equal_those_of_the_engine_s_policies(policy: str) -> None:
     assert found.tolist() == [list(row.per_layer) for row in rows]
 
 
-def test_random_replacement_hits_as_often_as_the_cache_is_great() -> None:
-    """Without recency or skew: the share of slots, here within three standard deviations."""
-    ids = np.argsort(np.random.default_rng(1).random((4, 2000, 16)), axis=2)[..., :2]
-    found = cache_hits(ids, 16, [4, 8])[0, :, :, 0].sum(1) / (4 * 2000 * 2)
-    np.testing.assert_allclose(found, [4 / 16, 8 / 16], atol=0.015)
-
-
-def test_hits_by_phase() -> None:
-    ids = np.array([[[0], [0], [1], [0]]])
-    found = cache_hits(ids, 2, [1], np.array([0, 0, 1, 1]))
-    assert found[CACHES.index("lru"), 0, 0].tolist() == [1, 0]
-    with pytest.raises(ValueError, match="slots"):
-        cache_hits(ids, 2, [3])
-
-
 def test_popularity_by_hand() -> None:
     flat = popularity(np.full((2, 8), 5.0))
     assert flat == pytest.approx(

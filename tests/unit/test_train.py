@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from train import KINDS, Document, Root, collect, is_held_out, manual_text, orthogonal, train_tokenizer
+from train import KINDS, Document, Root, collect, is_held_out, train_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "models" / "train.py"
 PINNED = ["stdlib/module2.py", "stdlib/module10.py", "stdlib/module28.py"]
@@ -41,22 +40,11 @@ def test_a_document_is_named_below_its_root_and_comes_once(tmp_path: Path) -> No
     assert [document.name for document in found] == [PINNED[0], "stdlib/page.py"]
 
 
-def test_a_manual_page_loses_its_macros() -> None:
-    page = b'.TH LS 1\n.SH NAME\nls \\- list \\fBfiles\\fR\n.XX gone\n.B "bold words"\n'
-    assert manual_text(page) == "NAME\nls - list files\nbold words\n"
-
-
 def test_tokenizer_returns_every_byte() -> None:
     tokenizer = train_tokenizer([Document(f"{i}", "python", sentences(i, 30)) for i in range(4)], vocabulary=300)
     text = "def f(x):\n    return 'é€'\t\n\n\n  # 1234567\r\n"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert tokenizer.token_to_id("<|endoftext|>") == 0
-
-
-@pytest.mark.parametrize("shape", [(3, 24, 48), (48, 24)])
-def test_muon_makes_matrices_almost_orthogonal(shape: tuple[int, ...]) -> None:
-    values = torch.linalg.svdvals(orthogonal(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
-    assert ((values > 0.5) & (values < 1.4)).all()
 
 
 def test_two_steps_from_text_to_a_checkpoint_that_loads_and_resumes(tmp_path: Path) -> None:

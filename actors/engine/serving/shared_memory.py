@@ -99,7 +99,7 @@ class SharedMemory:
             nbytes, min(sectors, max(2, -(-sectors // _LEAST))), sectors,
         )  # fmt: skip
         try:
-            arena = experts.device.arena((_TRASH + sectors) * nbytes)
+            arena = self._slots.device.arena((_TRASH + sectors) * nbytes)
             pool = SectorPool(sectors, len(paged.cache_allocators), shares.least_blocks)
             paged.pool, paged.cache_tensor = pool, arena.tensor
             for allocator in paged.cache_allocators.values():
@@ -212,7 +212,7 @@ class SharedMemory:
             rule.settled(rule.blocks)
             return
         self._hand_out(blocks)
-        self._experts.device.settle()
+        self._slots.device.settle()
         self._arena.resize((_TRASH + blocks) * rule.shares.block_bytes)
         self._take_slots(rule.shares.slots(blocks))
         self._count(to_experts=1)

@@ -10,7 +10,6 @@ numbers came. Each series has a colour and a marker of its own, in all panels; t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
 from ....errors import ConfigError
-from ...report.files import new_figure, room_around, series_style, write_caption, writing
+from ...report.files import new_figure, room_around, series_style, write_caption, write_json
 from ...report.results import measured_rows
 from .metrics import Row, Spread, fill_page, markdown, paired
 
@@ -215,8 +214,7 @@ def write_folder(experiment: Experiment, record: dict[str, Any], folder: Path) -
         ConfigError: the folder is not writable, or the page has an unknown block.
     """
     record = small(record)
-    with writing(folder, "give another folder"):
-        (folder / f"{experiment.stem}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    write_json(folder / f"{experiment.stem}.json", record)
     names = ("run", *(("bars",) if experiment.needs_model else ()), *experiment.tables)
     blocks = [f"## {name}\n\n<!-- table: {name} -->\n<!-- end -->\n" for name in names]
     blank = "\n".join([f"# {experiment.title}\n", *blocks, *(f"![{name}]({name})\n" for name in experiment.figures)])

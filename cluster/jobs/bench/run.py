@@ -288,18 +288,19 @@ def _links(study: Study) -> list[LinkAt]:
         )
     study.calibration = found
     digits = 2 if grid.calibrate == "resident" else 3
-    given = (grid.link,) if grid.link is not None else grid.links or tuple(
-        dict.fromkeys(found.link(wanted, digits) for wanted in grid.ratios))  # fmt: skip
+    by_ratio: dict[float | None, float] = {}  # of two ratios with the same link the first
+    if grid.link is None and not grid.links:
+        for wanted in grid.ratios:
+            by_ratio.setdefault(found.link(wanted, digits), wanted)
+    given = (grid.link,) if grid.link is not None else grid.links or tuple(by_ratio)
     low, high = study.experiment.regime
     study.settings["links"] = [
         {"gbps": gbps, "load_s": found.load_s(gbps), "compute_s": found.compute_s, "ratio": found.ratio(gbps),
          "in_regime": low <= found.ratio(gbps) <= high}
         for gbps in given if gbps is not None
     ]  # fmt: skip
-    exact = grid.calibrate == "trace" and not grid.links and grid.link is None
-    return [
-        (gbps, None if gbps is None else grid.ratios[i] if exact else found.ratio(gbps)) for i, gbps in enumerate(given)
-    ]
+    exact = by_ratio if grid.calibrate == "trace" else {}
+    return [(gbps, None if gbps is None else exact.get(gbps, found.ratio(gbps))) for gbps in given]
 
 
 def _predictor_files(study: Study) -> dict[str, bytes]:

@@ -24,7 +24,17 @@ from ...config import RunConfig, check_model_dir
 from ...prompt import load_model_config
 from ..local_worker import run_config, start_worker
 from .quality import SUMS, EvaluationOptions, Quality
-from .text import CONTEXT, TOKENS, ChoiceTokens, Window, as_tokens, build_choices, load_heldout, load_text, split_windows
+from .text import (
+    CONTEXT,
+    TOKENS,
+    ChoiceTokens,
+    Window,
+    as_tokens,
+    build_choices,
+    load_heldout,
+    load_text,
+    split_windows,
+)
 
 _TRIES = 3  # to measure without a lost or late NDP worker
 _RECONNECT_S = 30.0
