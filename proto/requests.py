@@ -1,4 +1,4 @@
-"""What a server does with one frame, on both transports: unpack, look whether it has expired, decode, handle, answer."""
+"""What a server does with one frame, on both transports: unpack, look whether it has expired, decode, answer."""
 
 from __future__ import annotations
 
