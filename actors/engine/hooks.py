@@ -40,9 +40,13 @@ class View(Protocol):
 
 
 class Native(Protocol):
-    """A layer of native kernels, for hooks whose rule native code has. held: what it uses."""
+    """A layer in native code, for hooks whose rule native code has.
+
+    held: what it uses. on_host: its inputs are in host memory, so that each of Python's parts may read them for itself.
+    """
 
     held: list[object]
+    on_host: bool
 
     @property
     def core(self) -> _core.Layer:

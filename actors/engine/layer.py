@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..core import _core
 from ..policies.plan import Part, by_peer
 from .cache.cache import ExpertCache
-from .hooks import NO_KEYS, Hooks
+from .hooks import NO_KEYS, Hooks, Native
 from .passes import Shared
 from .placer import Placer
 from .stats import LayerStats
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from ...kernels.expert_ffn import ExpertKernel
     from .dispatch import DeviceBackend
+    from .host_view import Asked
     from .peers.remote import RemoteCall
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
@@ -172,6 +173,11 @@ class Pass:
         self.calls = self.step.backend.send(self)
         self._joining = iter(self.calls)
 
+    def scores(self, router: int) -> NDArray[np.float32]:
+        """Of a router that native code asks by its number there [T, E]."""
+        found = self.view.scores(self.step.executor.asked[router])
+        return np.ascontiguousarray(found, np.float32)
+
     def ahead(self) -> None:
         """The layer's loads are queued: prefetch for later layers, or free slots for them."""
         step = self.step
@@ -230,9 +236,11 @@ class Executor(Protocol):
     """Runs a layer's passes.
 
     looks: it needs the view of each pass; else that is made where a part is Python's.
+    asked: routers whose scores Python finds, by their numbers in native code.
     """
 
     looks: bool
+    asked: list[Asked]
 
     @property
     def core(self) -> _core.Layer:
@@ -250,6 +258,7 @@ class PythonExecutor:
     looks = True
 
     def __init__(self, step: MoeLayer) -> None:
+        self.asked: list[Asked] = []
         core = self.core = _core.PythonLayer(
             step.cache.core, step.index, step.experts, step.cache.neurons, step.shared.passes, weakly(step)
         )  # fmt: skip
@@ -257,6 +266,30 @@ class PythonExecutor:
 
     def run(self, *inputs: Any) -> Any:
         return self._run()
+
+
+def install(step: MoeLayer, to: Native) -> None:
+    """Give native code the layer's parts: its own, and Python's behind them.
+
+    Where inputs are not in host memory, one read brings all that Python's parts read, so all hooks are of one kind.
+    """
+    hooks, shared, placer = step.hooks, step.shared, step.placer
+    rules = [hook.native(step.index, to) for hook in hooks.reroute]
+    looks = [hook.native(step.index, to) for hook in hooks.ahead]
+    can_reroute, can_look = (len(some) == 1 and None not in some for some in (rules, looks))
+    if not to.on_host and ((rules and not can_reroute) or (looks and not can_look)):
+        can_reroute = can_look = False
+    for can, some in ((can_reroute, rules), (can_look, looks)):
+        if can and some[0] is not None:
+            some[0]()
+    told = [watcher.passed for watcher in hooks.watch if hasattr(watcher, "passed")]
+    if told:
+        (shared.on_passed,), shared.passes.records = told, True
+        step.watch = [watcher for watcher in hooks.watch if not hasattr(watcher, "passed")]
+    to.core.parts(
+        weakly(step), shared.planned, rule=bool(rules), ahead=bool(looks),
+        watched=bool(step.watch) or bool(placer.scored_at(step.index)), alone=not to.on_host,
+    )  # fmt: skip
 
 
 def weakly(step: MoeLayer) -> Callable[[], Pass]:
