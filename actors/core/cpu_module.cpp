@@ -83,6 +83,7 @@ void release_slots(Layer& layer, Router own, Router router, double threshold, st
 }
 
 void python_parts(Layer& layer, nb::object begin, const Planned& planned, bool rule, bool ahead, bool watched, bool alone) {
+    if (layer.has_parts()) throw std::invalid_argument("a layer gets its parts once");  // its rules refer to them
     auto made = std::make_unique<PythonParts>(std::move(begin));
     made->planned = &planned.now, made->watched = watched, made->alone_where_planned = alone;
     if (rule) layer.rule(std::make_unique<PythonRule>(*made));

@@ -125,6 +125,7 @@ class Layer {
     void rule(std::unique_ptr<LayerRule> rule) { rules_.push_back(std::move(rule)); }
     void ahead(std::unique_ptr<LayerAhead> ahead) { aheads_.push_back(std::move(ahead)); }
     void parts(std::unique_ptr<Parts> parts) { parts_ = std::move(parts); }
+    bool has_parts() const { return parts_ != nullptr; }
     // Decides in place of `Parts::place`.
     void placement(std::shared_ptr<Placement> placement) { placement_ = std::move(placement); }
     const Placement* placement() const { return placement_.get(); }

@@ -115,12 +115,13 @@ class CpuExecutor(NativeExecutor):
         tokens, top_k = shape
         if hidden.shape != (tokens, self.width) or weights.shape != shape:
             raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(shape)} ids and {tuple(weights.shape)} weights")
-        if not hidden.dtype is weights.dtype is torch.float32 or ids.dtype is not torch.int64:
+        dtype = hidden.dtype
+        if not dtype is weights.dtype is torch.float32 or ids.dtype is not torch.int64:
             hidden, ids, weights = hidden.float(), ids.long(), weights.float()
         hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
         self._shared.out = out = torch.empty_like(hidden)
         self._run(hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr())
-        return out
+        return out.to(dtype)
 
     def fail(self) -> None:
         """Raises what the last pass in a program has raised."""

@@ -13,6 +13,7 @@ from ..core import _core
 
 if TYPE_CHECKING:
     from .host_view import Asked
+    from .passes import OnPassed
 
 NO_KEYS: frozenset[int] = frozenset()
 
@@ -73,7 +74,7 @@ class RerouteHook(Protocol):
 
 
 class Watcher(Protocol):
-    """Is told of passes. One that has a method `passed`, too, is told so of native kernels' passes (`Passed`)."""
+    """Is told of each pass in Python."""
 
     def routed(self, layer: int, routing: _core.Routing) -> None:
         """A layer's final routing is known."""
@@ -96,8 +97,12 @@ class AheadHook(Protocol):
 
 @dataclass(frozen=True)
 class Hooks:
-    """A policy's additions to each layer's step."""
+    """A policy's additions to each layer's step.
+
+    passed: called with the layers that have run, once a forward and before what looks ahead in Python; None: nobody is.
+    """
 
     reroute: Sequence[RerouteHook] = ()
     watch: Sequence[Watcher] = ()
     ahead: Sequence[AheadHook] = ()
+    passed: OnPassed | None = None

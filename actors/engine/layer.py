@@ -61,10 +61,11 @@ class MoeLayer:
         self.index, self.experts, self.kernel, self.post = index, experts, kernel, post
         self.cache, self.backend, self.placer = cache, backend, placer
         self.hooks = Hooks() if hooks is None else hooks
-        self.watch = self.hooks.watch  # told of each pass with Python's parts; an executor may tell others itself
         self.observers: list[Observer] = []
         self.check = check
         self.shared = Shared() if shared is None else shared
+        if self.hooks.passed is not None:
+            self.shared.on_passed, self.shared.passes.records = self.hooks.passed, True
         self._view: Any = None  # of the present pass, where it was read before
         self.executor: Executor = PythonExecutor(self) if make is None else make(self)
         if placer.native is not None:
@@ -155,14 +156,14 @@ class Pass:
     def routed(self, routing: _core.Routing) -> None:
         """The experts' segments are known, and a native placement decides next; it sets `remote`."""
         step = self.step
-        for watcher in step.watch:
+        for watcher in step.hooks.watch:
             watcher.routed(step.index, routing)
         step.placer.show(step.index, self.view)
 
     def place(self, routing: _core.Routing, needed: Sequence[int]) -> tuple[Sequence[int], AbstractSet[int], bool]:
         """Who runs the segments: those that run here, residents that leave last, and whether others are sent."""
         step, self.routing = self.step, routing
-        for watcher in step.watch:
+        for watcher in step.hooks.watch:
             watcher.routed(step.index, routing)
         here, keep, remote = step.placer.where(step.index, needed, routing, self.view)
         self.remote = by_peer(remote)
@@ -222,7 +223,7 @@ class Pass:
 
     def ran(self) -> None:
         """The pass is closed."""
-        for watcher in self.step.watch:
+        for watcher in self.step.hooks.watch:
             watcher.ran(self.step.index)
 
     def _low(self) -> frozenset[int]:
@@ -282,13 +283,9 @@ def install(step: MoeLayer, to: Native) -> None:
     for can, some in ((can_reroute, rules), (can_look, looks)):
         if can and some[0] is not None:
             some[0]()
-    told = [watcher.passed for watcher in hooks.watch if hasattr(watcher, "passed")]
-    if told:
-        (shared.on_passed,), shared.passes.records = told, True
-        step.watch = [watcher for watcher in hooks.watch if not hasattr(watcher, "passed")]
     to.core.parts(
         weakly(step), shared.planned, rule=bool(rules), ahead=bool(looks),
-        watched=bool(step.watch) or bool(placer.scored_at(step.index)), alone=not to.on_host,
+        watched=bool(hooks.watch) or bool(placer.scored_at(step.index)), alone=not to.on_host,
     )  # fmt: skip
 
 

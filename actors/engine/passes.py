@@ -42,7 +42,7 @@ class Shared:
     Attributes:
         planned: whether the placement plans the present forward.
         inputs, out: of the present pass, or of several that run together.
-        on_passed: called with each pass, once a forward and before what else the watchers see; None: nobody is.
+        on_passed: as `hooks.Hooks.passed`.
         at_end: called when a forward's last layer has run.
     """
 

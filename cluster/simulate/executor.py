@@ -227,10 +227,9 @@ class SimulatedEngine:
         if (low_bit := policies.settings.low_bit) is not None:
             mixed = MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
             rules.append(LowBits(mixed, self.cache, self.header.experts))
-        watch: list[Any] = [] if self._configuring is None else [self._configuring]
-        if self._check:
-            watch.append(_Checks(self.cache))
-        return Hooks(rules, watch, [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None])
+        ahead = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
+        passed = None if self._configuring is None else self._configuring.passed
+        return Hooks(rules, [_Checks(self.cache)] if self._check else [], ahead, passed)
 
     def preload(self) -> None:
         """Load every expert on its GPU."""
