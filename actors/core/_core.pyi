@@ -625,6 +625,10 @@ class Layer:
     @property
     def kernels_s(self) -> float: ...
 
+    @property
+    def placed_s(self) -> float:
+        """Of a native placement."""
+
 class CpuLayer(Layer):
     def __init__(self, core: Core, kernels: CapsuleType, index: int, experts: int, neurons: int, width: int, max_rows: int, gate_up: int, down: int, activation: int, all: CpuLayers) -> None: ...
 

@@ -208,7 +208,8 @@ no native rule or prefetch.)")
         .def("time", [](Layer& layer, std::optional<bool> by_cpu) {
             layer.clock_s = !by_cpu ? nullptr : *by_cpu ? cpu_s : now_s;
         }, "by_cpu"_a.none(), "Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.")
-        .def_prop_ro("kernels_s", [](Layer& layer) { return layer.kernels_s(); });
+        .def_prop_ro("kernels_s", [](Layer& layer) { return layer.kernels_s(); })
+        .def_prop_ro("placed_s", &Layer::placed_s, "Of a native placement.");
     nb::class_<CpuLayer, Layer>(m, "CpuLayer")
         .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,
              "index"_a, "experts"_a, "neurons"_a, "width"_a, "max_rows"_a, "gate_up"_a, "down"_a, "activation"_a,

@@ -59,7 +59,9 @@ const Segments& Layer::here(const Segments& needed) {
     if (!placement_) return watched || planned() ? parts_->place(*this, needed, keep_, away_) : needed;
     if (watched) parts_->routed(*this);
     placed_ = true;
+    const double began_s = timed_s();
     const Segments& found = placement_->where(*this, *routed_, needed, keep_);
+    placed_s_ = timed_s() - began_s;
     away_ = !placement_->away().empty();
     return found;
 }
@@ -112,7 +114,7 @@ void Layer::run(const Given& given) {
     best_.clear();
     keep_.clear();
     away_ = placed_ = false;
-    peer_blocked_s_ = peer_link_s_ = 0.0;
+    peer_blocked_s_ = peer_link_s_ = placed_s_ = 0.0;
     route(given, routed);
     const Picked& picked = *routed.picked;
     try {

@@ -155,6 +155,7 @@ class Layer {
     // Of later layers, until the next call.
     virtual Scored scored(const Given& given, Router router);
     double (*clock_s)() = nullptr;  // by which the parts of a pass are timed; null: they are not
+    double placed_s() const { return placed_s_; }  // of a native placement in the last pass
     double timed_s() const { return clock_s ? clock_s() : 0.0; }
     double& kernels_s() { return clock_s == cpu_s ? spent_.kernels_cpu_s : spent_.kernels_s; }
 
@@ -197,6 +198,7 @@ class Layer {
     const Place at_;
     const KernelTable kernels_;
     Passes& passes_;
+    double placed_s_ = 0.0;
     const Given* given_ = nullptr;  // of the present pass
     Routed* routed_ = nullptr;
 };

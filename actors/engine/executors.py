@@ -72,7 +72,7 @@ class NativeExecutor:
 
     def parts_s(self) -> dict[str, float]:
         """Seconds of the last pass by part of `model.profile.PARTS`, where it was timed."""
-        return {"kernels": self.core.kernels_s}
+        return {"kernels": self.core.kernels_s, "place": self.core.placed_s}
 
 
 class CpuExecutor(NativeExecutor):
