@@ -13,19 +13,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import fsum
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...actors.core._core import Clock, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.layer import MoeLayer, Pass
 from ...actors.engine.placer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs, Without
 from ...actors.policies.context_ndp import HotSet, HotSlots
 from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, expert_cost, load_s
-from ...actors.policies.plan import Part
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -36,6 +36,7 @@ from ...errors import ConfigError
 from ...proto.messages import ExpertResult
 from .gpu import SimulatedGpu
 from .machine import Machine, without_ndp
+from .recorded import RecordedForward, RecordedLayer
 from .trace import TraceHeader
 
 _ROW_ITEM = 4  # bytes of a number of a row between processes: float32
@@ -45,6 +46,8 @@ _GROUP = 64  # inputs that share a replica's scale
 @dataclass
 class SimulatedTask:
     """One peer's experts of a layer (`engine.peers.remote.RemoteCall`). done_s: when its answer is at the lead."""
+
+    recomputed: ClassVar[bool] = False  # none is lost
 
     kind: PeerKind
     name: str
@@ -97,7 +100,7 @@ class SimulatedShard(SimulatedGpu):
 
 
 class Peers:
-    """What runs beside the lead, and the lead's host, which handles one message after the other.
+    """What runs beside the lead, and the lead's host, which handles one message after the other (`layer.Backend`).
 
     Args:
         lead: its cache and clock.
@@ -110,56 +113,51 @@ class Peers:
         self._experts, self._message_s, self._lead = header.experts, machine.message_s, lead
         self.shards: SimulatedShards | None = None
         self.ndp: SimulatedNdp | None = None
-        self._tasks: list[SimulatedTask] = []  # of the present layer
 
-    def handle(self) -> None:
-        """Send a message to a peer, or take one."""
-        self._lead.clock.advance(self._message_s)
+    def look(self, step: MoeLayer, weighed: bool, forward: RecordedForward) -> RecordedLayer:
+        return RecordedLayer(step.index, forward)
 
-    def send(
-        self, tokens: int, layer: int, away: Sequence[Part], experts: Sequence[int], counts: Sequence[int]
-    ) -> None:
-        """What peers run of a layer's experts, which have so many rows each, of `tokens` rows."""
-        base, rows = layer * self._experts, dict(zip(experts, counts, strict=True))
-        self._tasks = []
-        for name, keys, bits in away:
+    def send(self, of: Pass) -> list[SimulatedTask]:
+        """What peers run of a layer's experts."""
+        layer, routing, tasks = of.step.index, of.routing, list[SimulatedTask]()
+        base, rows = layer * self._experts, dict(zip(routing.experts, routing.counts, strict=True))
+        for name, keys, bits in of.remote:
             needed = [key - base for key in keys]
             some = [rows[expert] for expert in needed]
-            self.handle()
+            self._lead.clock.advance(self._message_s)
             if self.ndp is not None and name.startswith("ndp/"):
-                self._tasks.append(self.ndp.run(name, keys, bits, some, tokens))
+                tasks.append(self.ndp.run(name, keys, bits, some, routing.tokens))
             else:
                 assert self.shards is not None  # plans name no others
-                self._tasks.append(self.shards.run(name, layer, keys, tokens, needed, some))
+                tasks.append(self.shards.run(name, layer, keys, routing.tokens, needed, some))
+        return tasks
 
-    def join(self, layer: int) -> tuple[float, float]:
-        """Wait for the answers, and take them: seconds of the GPU that waited longest, and of the busiest link."""
+    def join(self, of: Pass, task: SimulatedTask) -> bool:
+        """Wait for an answer, and take it."""
         cache, clock = self._lead.cache, self._lead.clock
-        for task in self._tasks:
-            if self.ndp is not None and task.kind == "ndp":
-                waited_s = self.ndp.wait(task)
-            else:
-                waited_s = max(0.0, task.done_s - clock.now_s)
-                clock.now_s += waited_s
-            self.handle()
-            cache.stats.count_answer(
-                layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.core.decode_only
-            )
-        return max(task.blocked_s for task in self._tasks), max(task.link_s for task in self._tasks)
+        if self.ndp is not None and task.kind == "ndp":
+            waited_s = self.ndp.wait(task)
+        else:
+            waited_s = max(0.0, task.done_s - clock.now_s)
+            clock.now_s += waited_s
+        clock.advance(self._message_s)
+        cache.stats.count_answer(
+            of.step.index, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.core.decode_only
+        )
+        return True
+
+    def add(self, of: Pass, out: Any) -> None:
+        """There are no sums."""
 
 
 class SimulatedShards:
     """The other GPUs of a lead (`engine.peers.shards.Shards`); experts belong to GPUs round-robin.
 
     Args:
-        clock: the lead's. handle: its host handles a message. shards: GPUs 1..G-1.
+        clock: the lead's. shards: GPUs 1..G-1.
     """
 
-    def __init__(
-        self, header: TraceHeader, machine: Machine, clock: Clock, handle: Callable[[], None],
-        shards: Sequence[SimulatedShard],
-    ) -> None:  # fmt: skip
-        self._handle = handle
+    def __init__(self, header: TraceHeader, machine: Machine, clock: Clock, shards: Sequence[SimulatedShard]) -> None:
         self.peers = {f"shard/{i}": shard for i, shard in enumerate(shards, start=1)}
         self._machine, self._clock, self._row_bytes = machine, clock, _ROW_ITEM * header.hidden
         self._owners = owners_of(header, machine.gpus)
@@ -190,6 +188,10 @@ class SimulatedShards:
         return SimulatedTask(
             "shard", name, keys, pairs, shard.clock.now_s + hop_s, answer, blocked_s, answer.modelled_s
         )
+
+    def _handle(self) -> None:
+        """The lead's host sends a message."""
+        self._clock.advance(self._machine.message_s)
 
     def prefetch(self, layer: int, keys: Sequence[int]) -> None:
         """Post prefetches to the owners, most wanted first."""

@@ -328,6 +328,6 @@ def test_a_stateless_policy_is_not_asked_where_nothing_can_be_fetched(
     """Prefetch that cannot pay costs no router: at layer 0 only the experts of layer 1 matter."""
     cache = FakeCache(held={key for key in range(LAYERS * EXPERTS) if absent is None or key != absent * EXPERTS})
     tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, routers)
-    assert tested.idle(0) == (absent != 1)
+    assert tested.idle(0, allowed=True) == (absent != 1)
     tested.layer(0, view_of(hidden_rows(3), torch.zeros(3, 2, dtype=torch.int64)))
     assert bool(cache.asked) == (absent == 1)
