@@ -357,7 +357,7 @@ def make_simulated_placer(
 
 
 def start_costs(header: TraceHeader, machine: Machine, neurons: int) -> Costs:
-    """What a planner is told of a machine; without near-data devices (neurons 0) every miss is loaded."""
+    """A machine's costs for a planner; without near-data devices (neurons 0) every miss is loaded."""
     gpu_s, copy_s = machine.experts(1, 1), 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
     near_s, message_s, rows = gpu_s, 0.0, 1
     if (ndp := machine.ndp) is not None and neurons:
