@@ -26,7 +26,7 @@ from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, Wanted
 from tiermoe.actors.settings import ShardSettings
-from tiermoe.errors import PeerLost
+from tiermoe.errors import DeadlinePassed, PeerLost
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand
 from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink, shard_name
 
@@ -186,6 +186,18 @@ class TestTake:
             assert [(c.keys.tolist(), c.priorities.tolist(), c.hints) for c in taken] == [([17, 18], [4.0, 2.0], 1)]
             assert (link.report()["late"], link.report()["commands"]) == (2, 1)
 
+    @pytest.mark.parametrize(
+        ("answer", "layer", "silent", "late"),
+        [(command(0, 0, 8, 17, hints=1), 1, 0, 1), (DeadlinePassed("no answer", "wait"), 0, 0, 1), (None, 0, 1, 0)],
+        ids=["only hints are left", "after its deadline", "no forecast is no failure"],
+    )
+    def test_answers_without_keys(self, answer: Any, layer: int, silent: int, late: int) -> None:
+        with linked() as (link, _, channel):
+            begin(link, 0)
+            channel.sent[0].give(answer)
+            assert link.take(0, layer) == []
+            assert (link.report()["silent"], link.report()["late"]) == (silent, late)
+
 
 class TestSource:
     def test_slow_and_again_in_time(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,6 +236,21 @@ class TestSource:
             second.sent[0].give(command(1, 0, 9))
             assert len(link.take(1, 0)) == 1
             assert link.source == "expert-map"
+
+    def test_a_submit_that_fails_is_a_loss(self) -> None:
+        with linked() as (link, _, channel):
+            channel.prompt = True
+            begin(link, 0)
+            real = channel.submit
+
+            def dies(message: Context, deadline_s: float) -> FakePending:
+                channel.alive = False
+                return real(message, deadline_s)
+
+            channel.submit = dies  # type: ignore[method-assign]
+            observe(link, 0, 0)
+            assert link.report()["lost"] == 1
+            assert link.source == "next-gate"
 
     def test_a_matcher_for_another_model_is_not_used(self) -> None:
         fake = FakeLink()

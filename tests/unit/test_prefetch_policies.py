@@ -197,6 +197,17 @@ def test_activation_matrix_learns_from_finished_requests() -> None:
     assert policy.observed(seen(2, [[0, 3]], spans)) == []  # there is no later layer
 
 
+def test_activation_matrix_follows_a_collection_that_changes_under_a_request() -> None:
+    policy = ActivationMatrixPrefetch(L, E, K, distance=1)
+    spans = [Span("long", 0, 1, True)]
+    policy.begin_forward(spans)
+    policy.observed(seen(0, [[2, 3]], spans))
+    run(policy, "other", [[[2, 3]], [[0, 1]], [[0, 3]]])
+    policy.end("other")
+    assert policy.nearest("long") == 0
+    assert keys(policy.observed(seen(1, [[0, 1]], spans))) == [2 * E + 0, 2 * E + 3]
+
+
 def test_full_collection_gives_up_the_nearest() -> None:
     collection = MatrixCollection(1, 3, capacity=2)
     for row in ([4, 0, 0], [0, 4, 0], [1, 3, 0]):
