@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.policies.auto import Without
-from tiermoe.actors.policies.cost import NdpProfile
+from tiermoe.actors.policies.cost import NdpDevice
 from tiermoe.cluster.config import default_model_dir, load_policy
 from tiermoe.cluster.jobs.replay import checked_prefetch, popularity
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, eviction_of, policies_of
@@ -88,7 +88,7 @@ class Cell:
         link_bytes_s = min(self.link_gbps * 1e9, LINK_SHARE * usable)
         wide = 16 / shape.bits
         cpu_gbps = 1e-9 * usable * wide / near
-        cpu = NdpProfile(
+        cpu = NdpDevice(
             "cpu", memory_gbps=cpu_gbps, capacity_bytes=1 << 44, arrays=1, array_cols=1, clock_ghz=cpu_gbps / 2,
             array_rows=round(FLOP_PER_BYTE / wide), narrowest_bits=16, link_gbps=1e-9 * usable,
             link_latency_us=1e6 * MESSAGE_S / 2,

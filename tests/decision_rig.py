@@ -36,7 +36,7 @@ from tiermoe.actors.engine.layer import Pass
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.policies.baselines import Predictor
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
-from tiermoe.actors.policies.cost import NdpProfile
+from tiermoe.actors.policies.cost import NdpDevice
 from tiermoe.actors.policies.fmoe import ExpertMapPolicy
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.actors.policies.registry import make
@@ -74,7 +74,7 @@ SCRIPTS = {
     "shards": Script(copy=4, dense=2, expert=1, batch=3, gpus=2),
 }  # fmt: skip
 # a copy and a near-data expert of few rows cost about as much, so choices by cost go both ways
-_NEAR = NdpProfile("scripted", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 0.0)
+_NEAR = NdpDevice("scripted", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 0.0)
 _ABSENT = 8
 
 

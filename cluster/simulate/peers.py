@@ -25,7 +25,7 @@ from ...actors.engine.placer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs, Without
 from ...actors.policies.context_ndp import HotSet, HotSlots
-from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, expert_cost, load_s
+from ...actors.policies.cost import FULL_BITS, NdpDevice, Work, expert_cost, load_s
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -228,7 +228,7 @@ class SimulatedNdp:
         free_s: when each has ended its last batch.
     """
 
-    profile: NdpProfile
+    device: NdpDevice
     header: TraceHeader
     workers: int
     neurons: int
@@ -261,7 +261,7 @@ class SimulatedNdp:
         """A batch with `counts` rows of each expert, of `tokens` rows in all; bits 0: full precision."""
         number, pairs = self._names.index(name), sum(counts)
         kernels_s = fsum(map(self.kernels_s, bits, counts))
-        total_s = 2 * load_s(min(tokens, pairs) * self.header.hidden * _ROW_ITEM, self.profile.link) + kernels_s
+        total_s = 2 * load_s(min(tokens, pairs) * self.header.hidden * _ROW_ITEM, self.device.link) + kernels_s
         begin_s = max(self.clock.now_s, self.free_s[number])
         self.free_s[number] = done_s = begin_s + total_s
         nothing: Any = None
@@ -272,7 +272,7 @@ class SimulatedNdp:
         """Seconds of one expert on a device."""
         if (bits, rows) not in self._kernels_s:
             work = Work(self.header.hidden, self.neurons, rows, bits or FULL_BITS, _GROUP if bits else None)
-            self._kernels_s[bits, rows] = expert_cost(self.profile, work).total_s
+            self._kernels_s[bits, rows] = expert_cost(self.device, work).total_s
         return self._kernels_s[bits, rows]
 
     def wait(self, task: SimulatedTask) -> float:
@@ -345,7 +345,7 @@ def make_simulated_placer(
         load = 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
         row_bytes = _ROW_ITEM * header.hidden
         choose = engine.monde_choice(
-            ndp.profile, header.hidden, ndp.neurons, lambda rows: machine.experts(1, rows), load, row_bytes, FULL_BITS
+            ndp.device, header.hidden, ndp.neurons, lambda rows: machine.experts(1, rows), load, row_bytes, FULL_BITS
         )
         return engine.MondePlacer(cache, experts, pool, choose, widest, settings.placement.hot_per_layer is None)
     owner = np.asarray(owners_of(header, machine.gpus)).reshape(shape)
@@ -361,7 +361,7 @@ def make_simulated_placer(
 
 
 def start_costs(header: TraceHeader, machine: Machine, neurons: int) -> Costs:
-    """What a planner is told of a machine; without near-data devices (neurons 0) every miss is loaded."""
+    """A machine's costs for a planner; without near-data devices (neurons 0) every miss is loaded."""
     gpu_s, copy_s = machine.experts(1, 1), 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
     near_s, message_s, rows = gpu_s, 0.0, 1
     if (ndp := machine.ndp) is not None and neurons:

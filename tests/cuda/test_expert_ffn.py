@@ -10,7 +10,7 @@ from kernel_cases import ACTIVATIONS, Forbidden, assert_near, exact, gate_for, g
 from torch import nn
 
 from tiermoe.actors.engine.cache.slots import SlotPool
-from tiermoe.actors.engine.cuda.runtime import TorchRuntime
+from tiermoe.actors.engine.cuda.runtime import GpuRuntime
 from tiermoe.actors.engine.cuda.tables import TableRing, ring_of
 from tiermoe.actors.engine.model.kernels import Kernels, expert_kernel_times
 from tiermoe.actors.engine.model.model import MoeBlock
@@ -138,7 +138,7 @@ def test_native_launches_give_the_bits_of_tritons_own(gpu: torch.device, monkeyp
 
         monkeypatch.setattr(launch, "address_of", address)
         triton_tables.copying.cache_clear()
-        kernel = TritonKernel(pool, "silu", Forbidden(), TableRing(TorchRuntime(gpu.index or 0)))
+        kernel = TritonKernel(pool, "silu", Forbidden(), TableRing(GpuRuntime(gpu.index or 0)))
         for _ in range(3):  # the first launch is Triton's
             y = nans(pairs, width, torch.bfloat16)
             kernel.run(hidden, pairs, groups, 1, y)
@@ -155,7 +155,7 @@ def test_native_launches_give_the_bits_of_tritons_own(gpu: torch.device, monkeyp
 def test_nothing_waits_for_the_gpu(gpu: torch.device, forbid_waits: Any) -> None:
     width, neurons = 512, 256
     pool = pool_of(4, neurons, width, torch.bfloat16, device=gpu)
-    ring = TableRing(TorchRuntime(gpu.index or 0))
+    ring = TableRing(GpuRuntime(gpu.index or 0))
     kernel = TritonKernel(pool, "silu", Forbidden(), ring)
     sizes = [1, 2, 40, 100]
     hidden, pairs = rows_for(sizes, 1, width, torch.bfloat16, device=gpu)
@@ -187,7 +187,7 @@ def test_combine(gpu: torch.device, dtype: torch.dtype, weights: torch.dtype) ->
 @pytest.mark.parametrize("mapped", [True, False])
 def test_tables_stay_what_they_were_while_the_ring_goes_round(gpu: torch.device, mapped: bool) -> None:
     """Many more than it has entries, behind work that keeps the GPU busy."""
-    runtime = TorchRuntime(gpu.index or 0)
+    runtime = GpuRuntime(gpu.index or 0)
     assert runtime.mapped, "kernels cannot read host memory here: tables are copied"
     runtime.__dict__["mapped"] = mapped
     ring = TableRing(runtime, entries=4, nbytes=64)

@@ -5,7 +5,6 @@ The NDP placements in the engine, with a worker that computes exactly and dies w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -266,7 +265,7 @@ def _near_data(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Faster()
     planned.only = 0
     monkeypatch.setattr(auto, "Faster", lambda: planned)
-    monkeypatch.setattr(auto, "Auto", functools.partial(Auto, without=Without.SPLIT))
+    monkeypatch.setattr(auto, "Auto", lambda *given: Auto(*given[:-1], Without.SPLIT))
 
 
 @pytest.mark.usefixtures("_near_data")

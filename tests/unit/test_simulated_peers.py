@@ -10,7 +10,7 @@ import traces
 from orders_reference import Lru
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.policies.cost import NdpProfile, Work, expert_cost, load_s
+from tiermoe.actors.policies.cost import NdpDevice, Work, expert_cost, load_s
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.replay import Replay
@@ -29,7 +29,7 @@ from tiermoe.cluster.simulate.trace import Iteration, Trace, TraceHeader
 from tiermoe.errors import ConfigError
 
 SLOT = 1000
-DEVICE = NdpProfile("d", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 1.0)
+DEVICE = NdpDevice("d", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 1.0)
 HALF, QUARTER = Budget(share=0.5), Budget(share=0.25)
 
 

@@ -149,7 +149,7 @@ class SlotMap:
         return [self.whole_slots] if self.low_bit is None else [self.whole_slots, self.low_bit.slots]
 
     def layout(self) -> _core.Layout:
-        """As the core is told."""
+        """The layout, for the core."""
         segments = self.segments
         return _core.Layout(
             len(self.weights), self.experts, 1 if segments is None and self.low_bit is None else 2, self.class_of,
