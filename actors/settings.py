@@ -17,7 +17,7 @@ from .policy_settings import PolicySettings
 
 CompileMode = Literal["auto", "off", "native", "default", "graphs"]
 Attention = Literal["auto", "sdpa", "eager", "flash", "triton"]
-ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
+ExpertKernelName = Literal["auto", "loop", "triton"]
 
 Transport = Literal["auto", "shm", "grpc"]
 
@@ -292,7 +292,7 @@ class EngineOptions(Settings):
         "step)",
     )
     expert_kernel: ExpertKernelName = Field(
-        default="auto", description="kernel that computes experts on a GPU; auto: the fastest, measured at start"
+        default="auto", description="kernel that computes experts on a GPU; auto: triton, where it can"
     )
     compile: CompileMode = Field(
         default="auto",

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from . import _cpu
-from .pack import BITS, GROUPS, PackError, Quantized
+from .pack import Quantized, check_width
 from .packed_ffn import Threads
 
 DAMPING = 0.03  # of the mean diagonal; the paper takes 0.01, but this lowers held-out errors of small experts
@@ -71,12 +71,6 @@ class QuantizedBatch:
             self.bits,
             self.group,
         )
-
-
-def check_width(bits: int, group: int) -> None:
-    """Raise PackError unless the packed format has this width and group."""
-    if bits not in BITS or group not in GROUPS:
-        raise PackError(f"no replicas of {bits} bits in groups of {group}: choose from {BITS} and {GROUPS}")
 
 
 def round_to_nearest(weights: torch.Tensor, bits: int, group: int) -> QuantizedBatch:

@@ -286,13 +286,13 @@ def _predictors(header: TraceHeader, prefetch: Any) -> list[Predictor] | None:
 
 
 def runs_on(preset: str, script: str) -> bool:
-    """Whether the simulator runs the preset on the script's GPUs, and without a matcher's process."""
+    """Whether the simulator runs the preset on the script's GPUs."""
     settings = load_policy(preset)
     alone = (
         settings.split.kind != "off" or settings.low_bit is not None or settings.reroutes or settings.evict_writeback
     )
     one = alone or settings.placement.kind == "monde" or settings.pre_evict.kind != "off"
-    return settings.prefetch.kind != "blend" and not (one and SCRIPTS[script].gpus > 1)
+    return not (one and SCRIPTS[script].gpus > 1)
 
 
 def engine_of(preset: str, trace: Trace, script: Script, check: bool = True, **machine: Any) -> SimulatedEngine:

@@ -11,7 +11,7 @@ from torch import nn
 
 from tiermoe.actors.engine.cache.slots import SlotPool
 from tiermoe.actors.engine.cuda.runtime import GpuRuntime
-from tiermoe.actors.engine.cuda.tables import TableRing, ring_of
+from tiermoe.actors.engine.cuda.tables import TableRing
 from tiermoe.actors.engine.model.kernels import Kernels, expert_kernel_times
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.kernels.expert_ffn import (
@@ -19,7 +19,6 @@ from tiermoe.kernels.expert_ffn import (
     ROW_CLASSES,
     SHORT_ROWS,
     Group,
-    GroupedMmKernel,
     Operands,
     RowClass,
     TorchKernel,
@@ -198,20 +197,6 @@ def test_tables_stay_what_they_were_while_the_ring_goes_round(gpu: torch.device,
         busy = busy @ busy * 1e-3
         tables.append(ring.put(numbers))
     assert [table.tolist() for table in tables] == expected
-
-
-def test_grouped_mm(gpu: torch.device) -> None:
-    width, neurons = REAL
-    pool = pool_of(6, neurons, width, torch.bfloat16, device=gpu)
-    if not GroupedMmKernel.supports(pool):
-        pytest.skip("torch has no grouped_mm for this GPU that does not wait")
-    sizes = [1, 5, 40, 200]
-    hidden, pairs = rows_for([*sizes, 2], 2, width, torch.bfloat16, device=gpu)
-    groups = groups_of(sizes, [5, 0, 3, 2], neurons)
-    found = nans(pairs, width, torch.bfloat16)
-    kernel = GroupedMmKernel(pool, gate_for("silu"), Forbidden(), ring_of(gpu))
-    kernel.run(hidden, pairs, groups, 2, found)
-    assert_near(found, exact(pool, "silu", hidden, pairs, groups, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

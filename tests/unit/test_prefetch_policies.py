@@ -275,12 +275,8 @@ def test_stride_predictors_learn_a_permutation() -> None:
 def test_registry_makes_each_kind() -> None:
     context = PolicyContext(L, E, K, hidden=8, predictors=[])
     for kind in kinds("prefetch"):
-        waits = kind not in ("expert-map", "blend")  # the forward never waits for the matcher
+        waits = kind != "expert-map"  # the forward never waits for the matcher
         chosen = options("prefetch", {"kind": kind, "synchronous": waits})
-        if kind == "blend":
-            with pytest.raises(ValueError, match="needs a matcher"):
-                make("prefetch", chosen, context)
-            continue
         policy = make("prefetch", chosen, context)
         assert (policy is None) == (kind == "none")
         if policy is not None:

@@ -122,9 +122,9 @@ def test_codes_are_nearest_and_fit_no_worse_than_the_range(bits: int, inputs: in
 
 @pytest.mark.parametrize(("bits", "group"), [(5, 64), (0, 64), (4, 48)])
 def test_unknown_widths_and_groups_are_refused(bits: int, group: int) -> None:
-    with pytest.raises(PackError, match="choose from"):
+    with pytest.raises(PackError, match="choose one of"):
         round_to_nearest(torch.zeros(1, 4, 64), bits, group)
-    with pytest.raises(PackError, match="choose from"):
+    with pytest.raises(PackError, match="choose one of"):
         gptq(torch.zeros(1, 4, 64), torch.eye(64).unsqueeze(0), bits, group)
 
 
