@@ -99,7 +99,8 @@ Threads = Annotated[int, typer.Option(help="CPU threads of the worker.", rich_he
 
 
 def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each of some keys of `RunConfig`, in place of its parameter `options`.
+    """Give a command one option for each of some keys of `RunConfig`, in place of its parameter `options`, and for each
+    field of a dataclass that is the type of a parameter.
 
     The command gets `options` nested by section, as `load_run_config` takes them; options not given are absent.
     """
@@ -108,19 +109,25 @@ def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., No
         generated = {option_name(*key.split("."))[2:].replace("-", "_"): key for key in keys}
         hints = typing.get_type_hints(command, include_extras=True)
         parameters: dict[str, tuple[Any, Any]] = {}
+        parts: dict[str, type[Any]] = {}  # by parameter
         for name, parameter in inspect.signature(command).parameters.items():
             if name == "options":
                 parameters |= {option: _option(key) for option, key in generated.items()}
+            elif isinstance(kind := hints[name], type) and dataclasses.is_dataclass(kind):
+                parts[name] = kind
+                parameters |= _fields_as_options(kind)
             else:
                 parameters[name] = (hints[name], parameter.default)
 
         def run(**given: Any) -> None:
             options: dict[str, Any] = {}
+            for name, kind in parts.items():
+                given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
             for name, key in generated.items():
                 section, _, field = key.rpartition(".")
                 if (value := given.pop(name)) is not None:
                     (options.setdefault(section, {}) if section else options)[field] = value
-            command(options=options, **given)
+            command(**({"options": options} if generated else {}), **given)
 
         return as_command(run, command.__name__, command.__doc__, parameters)
 
@@ -145,10 +152,17 @@ def as_command(
     return run
 
 
-def fields_as_options(options: type[Any]) -> dict[str, tuple[Any, Any]]:
-    """The fields of a dataclass, annotated as typer reads them, as `as_command` takes options."""
+def _fields_as_options(options: type[Any]) -> dict[str, tuple[Any, Any]]:
+    """The fields of a dataclass as `as_command` takes options. What a field is annotated with is its option, or the
+    option's help.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
     hints = typing.get_type_hints(options, include_extras=True)
-    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(options)}
+    for field in dataclasses.fields(options):
+        kind, note = typing.get_args(hints[field.name])
+        option = typer.Option(help=note) if isinstance(note, str) else note
+        found[field.name] = (Annotated[kind, option], field.default)
+    return found
 
 
 def checked_config(file: str | None, options: Mapping[str, Any]) -> RunConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from inspect import Parameter
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,7 +39,7 @@ from ..simulate.hit_rates import result, serve
 from ..simulate.machine import Machine, load_machine
 from ..simulate.predictors import Recall, load_predictors, recall, routing_profile, split, train_predictors
 from ..simulate.trace import Request, Trace, TraceHeader
-from .options import AsJson, Policy, as_command, fields_as_options
+from .options import AsJson, Policy, with_options
 
 RECALL_SOURCES = ("next-gate", "popularity", "activation-matrix", "stride")
 RECALL_DISTANCE = 6
@@ -107,8 +106,20 @@ class ReplayOptions:
     ] = None
 
 
-def _replay(trace: Path, policy: str, policies: str | None, as_recall: bool, as_json: bool, **given: Any) -> None:
-    chosen, console = ReplayOptions(**given), Console(stderr=True)
+@with_options()
+def replay_command(
+    trace: Annotated[Path, typer.Argument(help="Trace folder that `tiermoe record` wrote.", metavar="TRACE")],
+    *,
+    policy: Policy = "on-demand",
+    policies: Annotated[str | None, typer.Option(help="Several policies, separated by commas, as a table.")] = None,
+    chosen: ReplayOptions,
+    as_recall: Annotated[
+        bool, typer.Option("--recall", help="Print only the recall of each predictor, by distance.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the engine's cache and policies on recorded routing, without a model: hits, bytes, waits, TTFT and TPOT."""
+    console = Console(stderr=True)
     names = [policy] if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     if policies is not None and (policy != "on-demand" or as_recall or not names):
         raise ConfigError(f"--policies is '{policies}', beside --policy or --recall", "give one of the three")
@@ -131,30 +142,6 @@ def _replay(trace: Path, policy: str, policies: str | None, as_recall: bool, as_
         print_json(record)
     if code := exit_code_of(rows):
         raise typer.Exit(code)
-
-
-replay_command = as_command(
-    _replay, "replay_command",
-    "Run the engine's cache and policies on recorded routing, without a model: hits, bytes, waits, TTFT and TPOT.",
-    {
-        "trace": (
-            Annotated[Path, typer.Argument(help="Trace folder that `tiermoe record` wrote.", metavar="TRACE")],
-            Parameter.empty,
-        ),
-        "policy": (Policy, "on-demand"),
-        "policies": (
-            Annotated[str | None, typer.Option(help="Several policies, separated by commas, as a table.")], None
-        ),
-        **fields_as_options(ReplayOptions),
-        "as_recall": (
-            Annotated[
-                bool, typer.Option("--recall", help="Print only the recall of each predictor, by distance.")
-            ],
-            False,
-        ),
-        "as_json": (AsJson, False),
-    },
-)  # fmt: skip
 
 
 def replay_each(

@@ -50,41 +50,68 @@ from .options import (
 _ATTACHED_DEADLINE_S = 3600.0
 
 
-@with_options(*RUNTIME)
-def run_command(
-    options: dict[str, Any],
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-    config: Config = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel="Sampling")] = 64,
+_SAMPLING = "Sampling"  # panel of the help
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How the text is sampled: options of `tiermoe run`.
+
+    Raises:
+        RequestError: one is out of range. ConfigError: an unknown mode of the model's own defaults.
+    """
+
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_SAMPLING)] = 64
     temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0: greedy.", rich_help_panel="Sampling")
-    ] = 0.0,
+        float, typer.Option(help="Sampling temperature; 0: greedy.", rich_help_panel=_SAMPLING)
+    ] = 0.0
     top_p: Annotated[
         float | None,
         typer.Option(
             help="Sample from the likeliest tokens with this total probability; default: the model's own, else 1.",
-            rich_help_panel="Sampling",
+            rich_help_panel=_SAMPLING,
         ),
-    ] = None,
+    ] = None
     top_k: Annotated[
         int | None,
         typer.Option(
             help="Sample from this many likeliest tokens; 0: all; default: the model's own, else 0.",
-            rich_help_panel="Sampling",
+            rich_help_panel=_SAMPLING,
         ),
-    ] = None,
+    ] = None
     seed: Annotated[
-        int | None, typer.Option(help="Seed of sampling; default: random.", rich_help_panel="Sampling")
-    ] = None,
+        int | None, typer.Option(help="Seed of sampling; default: random.", rich_help_panel=_SAMPLING)
+    ] = None
     generation_config: Annotated[
         str,
         typer.Option(
             help="Penalties, top-p, top-k and min-p of the model's generation_config.json for what is not given: "
             "auto, or none.",
-            rich_help_panel="Sampling",
+            rich_help_panel=_SAMPLING,
         ),
-    ] = "auto",
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        check_mode(self.generation_config)
+        self.params()
+
+    def params(self) -> SamplingParams:
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return sampling_params(self.max_tokens, self.temperature, top_p, self.top_k or 0, self.seed)
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of those that come before the model's own."""
+        return tuple(name for name in ("top_p", "top_k") if getattr(self, name) is not None)
+
+
+@with_options(*RUNTIME)
+def run_command(
+    options: dict[str, Any],
+    asked: Asked,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    config: Config = None,
     attach: Attach = None,
     deployment: DeploymentId = None,
     trace: Annotated[
@@ -101,7 +128,6 @@ def run_command(
     as_json: AsJson = False,
 ) -> None:
     """Generate text for one prompt, on standard output; report time and bytes in a few lines, on standard error."""
-    asked = Asked.of(generation_config, max_tokens, temperature, top_p, top_k, seed)
     report, text_out = Console(stderr=True), sys.stderr if as_json else stdout()
     if is_attached(attach, deployment, options | {"config": config, "trace": trace}):
         assert attach is not None
@@ -116,25 +142,6 @@ def run_command(
         print_json(record)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Checked options of sampling. given: names of those that were given. mode: of the model's own defaults."""
-
-    params: SamplingParams
-    given: tuple[str, ...]
-    mode: str
-
-    @staticmethod
-    def of(
-        mode: str, max_tokens: int, temperature: float, top_p: float | None, top_k: int | None, seed: int | None
-    ) -> Asked:
-        """Raises RequestError: one is out of range. ConfigError: an unknown mode."""
-        check_mode(mode)
-        params = sampling_params(max_tokens, temperature, 1.0 if top_p is None else top_p, top_k or 0, seed)
-        given = {"top_p": top_p, "top_k": top_k}
-        return Asked(params, tuple(name for name, value in given.items() if value is not None), mode)
-
-
 def _run_here(
     config: RunConfig, prompt: str, asked: Asked, trace: Path | None, text_out: TextIO,
     plan_to: Console | None,
@@ -145,8 +152,8 @@ def _run_here(
     """
     if trace is not None:
         check_writable(trace)
-    llm = LLM.of(config, Console(stderr=True), timeline=trace is not None, generation_config=asked.mode)
-    stream = llm.stream_of(prompt, asked.params, asked.given)
+    llm = LLM.of(config, Console(stderr=True), timeline=trace is not None, generation_config=asked.generation_config)
+    stream = llm.stream_of(prompt, asked.params(), asked.given)
     with BoundedEnd(llm.abandon, terminated=143) as ending, llm:
         deployment = llm.start()
         ending.serving()
@@ -186,9 +193,9 @@ def _run_attached(
                 f"no tokenizer.json in '{shown(folder)}' on this machine, and no other tokenizer",
                 f"pass --model the folder of {plan['model']}'s checkpoint",
             )
-        defaults = read_defaults(folder, asked.mode)
+        defaults = read_defaults(folder, asked.generation_config)
         say_defaults(defaults, Console(stderr=True))
-        sampling = defaults.completed(asked.params, asked.given)
+        sampling = defaults.completed(asked.params(), asked.given)
         tokenizer = load_tokenizer(folder)
         ids, limit = encode_prompt(tokenizer, prompt), plan["max_prompt_tokens"]
         if len(ids) + sampling.max_tokens > limit:

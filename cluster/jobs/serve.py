@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -49,52 +50,94 @@ if TYPE_CHECKING:
 _WATCH_S = 2.0
 
 
+@dataclass(frozen=True)
+class ServerOptions:
+    """The server's keys as options of `tiermoe serve`, over those of a file."""
+
+    api_key_file: Annotated[Path | None, option_of(ApiSettings, "api_key_file")] = None
+    allow_origin: Annotated[list[str] | None, option_of(ApiSettings, "allow_origins")] = None
+    allowed_host: Annotated[list[str] | None, option_of(ApiSettings, "allowed_hosts")] = None
+    share_prefix_cache: Annotated[
+        bool, typer.Option("--share-prefix-cache", help=help_of(ApiSettings, "share_prefix_cache"))
+    ] = False
+    model_name: Annotated[str | None, option_of(ApiSettings, "model_name")] = None
+    chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None
+    tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None
+    max_waiting: Annotated[int | None, option_of(LimitSettings, "waiting", min=0, show_default="256")] = None
+    generation_config: Annotated[str | None, option_of(ApiSettings, "generation_config", show_default="auto")] = None
+    request_log: Annotated[str | None, option_of(ApiSettings, "request_log", show_default="text")] = None
+    request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None
+    server_config: Annotated[
+        Path | None, "YAML file of the server's keys (docs/configuration.md); options here override it."
+    ] = None
+
+    def settings(self) -> ApiSettings:
+        """The server's keys: those of the file, the options that were given over them, and whole paths.
+
+        Raises:
+            ConfigError: the file is malformed, or has an unknown key, or a value out of range.
+        """
+        file = self.server_config
+        below = {} if file is None else read_yaml(file)
+        if "deployment" in below:
+            raise ConfigError(f"{file}: key 'deployment' names a running runtime", "give --attach and --deployment")
+        given = {
+            "model_name": self.model_name, "chat_template": self.chat_template, "api_key_file": self.api_key_file,
+            "allow_origins": self.allow_origin, "allowed_hosts": self.allowed_host,
+            "share_prefix_cache": self.share_prefix_cache,
+            "tool_format": _one_of("--tool-format", self.tool_format, ToolFormatName),
+            "generation_config": _one_of("--generation-config", self.generation_config, GenerationConfigMode),
+            "request_log": _one_of("--request-log", self.request_log, RequestLogFormat),
+            "request_log_file": self.request_log_file,
+            "limits": {} if self.max_waiting is None else {"waiting": self.max_waiting},
+        }  # fmt: skip
+        over = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value}
+        try:
+            found = ApiSettings(**merged(below, over))
+        except ValidationError as error:
+            raise explain(error, ApiSettings, "the server" if file is None else str(file)) from error
+        paths = ("chat_template", "api_key_file", "request_log_file", "tokenizer")
+        whole = {name: _absolute(Path(value)) for name in paths if (value := getattr(found, name)) is not None}
+        return found.model_copy(update=whole)
+
+
+@dataclass(frozen=True)
+class HttpsOptions:
+    """The files of HTTPS as options."""
+
+    ssl_certfile: Annotated[Path | None, "PEM certificate of the server, for HTTPS."] = None
+    ssl_keyfile: Annotated[Path | None, "PEM key of the certificate, mode 0600."] = None
+    ssl_ca_certs: Annotated[
+        Path | None, "PEM certificates of a CA; clients must present a certificate that it signed."
+    ] = None
+
+    def files(self) -> TlsFiles | None:
+        """Checked; None: HTTP. Raises ConfigError."""
+        certificate, key, ca = self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs
+        if certificate is None and key is None and ca is None:
+            return None
+        if certificate is None or key is None:
+            raise ConfigError("HTTPS needs a certificate and its key", "give --ssl-certfile and --ssl-keyfile")
+        files = TlsFiles(_absolute(ca), _absolute(certificate), _absolute(key))
+        files.read()
+        files.refuse_expired()
+        return files
+
+
 @with_options(*RUNTIME, "cluster.replicas")
 def serve_command(
     options: dict[str, Any],
     config: Config = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.", min=0, max=65535)] = 8000,
-    api_key_file: Annotated[Path | None, option_of(ApiSettings, "api_key_file")] = None,
-    allow_origin: Annotated[list[str] | None, option_of(ApiSettings, "allow_origins")] = None,
-    allowed_host: Annotated[list[str] | None, option_of(ApiSettings, "allowed_hosts")] = None,
-    share_prefix_cache: Annotated[
-        bool, typer.Option("--share-prefix-cache", help=help_of(ApiSettings, "share_prefix_cache"))
-    ] = False,
-    model_name: Annotated[str | None, option_of(ApiSettings, "model_name")] = None,
-    chat_template: Annotated[Path | None, option_of(ApiSettings, "chat_template")] = None,
-    tool_format: Annotated[str | None, option_of(ApiSettings, "tool_format")] = None,
-    max_waiting: Annotated[int | None, option_of(LimitSettings, "waiting", min=0, show_default="256")] = None,
-    generation_config: Annotated[str | None, option_of(ApiSettings, "generation_config", show_default="auto")] = None,
-    request_log: Annotated[str | None, option_of(ApiSettings, "request_log", show_default="text")] = None,
-    request_log_file: Annotated[Path | None, option_of(ApiSettings, "request_log_file")] = None,
-    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate of the server, for HTTPS.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM key of the certificate, mode 0600.")] = None,
-    ssl_ca_certs: Annotated[
-        Path | None, typer.Option(help="PEM certificates of a CA; clients must present a certificate that it signed.")
-    ] = None,
-    server_config: Annotated[
-        Path | None,
-        typer.Option(help="YAML file of the server's keys (docs/configuration.md); options here override it."),
-    ] = None,
+    *,
+    http: ServerOptions,
+    https: HttpsOptions,
     attach: Attach = None,
     deployment: DeploymentId = None,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C."""
-    server = _settings(
-        server_config,
-        {
-            "model_name": model_name, "chat_template": chat_template, "api_key_file": api_key_file,
-            "allow_origins": allow_origin, "allowed_hosts": allowed_host,
-            "share_prefix_cache": share_prefix_cache,
-            "tool_format": _one_of("--tool-format", tool_format, ToolFormatName),
-            "generation_config": _one_of("--generation-config", generation_config, GenerationConfigMode),
-            "request_log": _one_of("--request-log", request_log, RequestLogFormat),
-            "request_log_file": request_log_file,
-            "limits": {} if max_waiting is None else {"waiting": max_waiting},
-        },
-    )  # fmt: skip
-    tls = _tls(ssl_certfile, ssl_keyfile, ssl_ca_certs)
+    server, tls = http.settings(), https.files()
     if is_attached(attach, deployment, options | {"config": config}):
         assert attach is not None
         _check_files(server)
@@ -109,26 +152,6 @@ def serve_command(
         _serve_own(chosen, server, _server_socket(host, port, tls, server))
 
 
-def _settings(file: Path | None, options: dict[str, Any]) -> ApiSettings:
-    """The server's keys: those of the file, the options that were given over them, and whole paths.
-
-    Raises:
-        ConfigError: the file is malformed, or has an unknown key, or a value out of range.
-    """
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items() if value}
-    below = {} if file is None else read_yaml(file)
-    if "deployment" in below:
-        raise ConfigError(f"{file}: key 'deployment' names a running runtime", "give --attach and --deployment")
-    keys = merged(below, given)
-    try:
-        found = ApiSettings(**keys)
-    except ValidationError as error:
-        raise explain(error, ApiSettings, "the server" if file is None else str(file)) from error
-    paths = ("chat_template", "api_key_file", "request_log_file", "tokenizer")
-    whole = {name: _absolute(Path(value)) for name in paths if (value := getattr(found, name)) is not None}
-    return found.model_copy(update=whole)
-
-
 def _absolute(file: Path | None) -> str | None:
     return None if file is None else str(file.expanduser().absolute())
 
@@ -137,18 +160,6 @@ def _one_of(option: str, given: str | None, names: Any) -> str | None:
     if given is not None and given not in get_args(names):
         raise ConfigError(f"{option} is '{given}'", f"give one of {', '.join(get_args(names))}")
     return given
-
-
-def _tls(certificate: Path | None, key: Path | None, ca: Path | None) -> TlsFiles | None:
-    """The files of HTTPS, checked."""
-    if certificate is None and key is None and ca is None:
-        return None
-    if certificate is None or key is None:
-        raise ConfigError("HTTPS needs a certificate and its key", "give --ssl-certfile and --ssl-keyfile")
-    files = TlsFiles(_absolute(ca), _absolute(certificate), _absolute(key))
-    files.read()
-    files.refuse_expired()
-    return files
 
 
 def _server_socket(host: str, port: int, tls: TlsFiles | None, server: ApiSettings) -> ServerSocket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from ..simulate.shapes import shape_named
 from ..simulate.statistics import CACHES, PHASES, figures_of, routing_of
 from ..simulate.synthetic import CALIBRATIONS, FAMILIES, NOTHING_PUBLISHED, comparable, write_synthetic
 from ..simulate.trace import MAX_DISTANCE, Trace, TraceHeader
-from .options import AsJson
+from .options import AsJson, with_options
 
 trace_app = typer.Typer(
     cls=Group, help="Statistics of routing traces; import traces of other programs; make synthetic ones.",
@@ -50,16 +51,26 @@ def stats_command(
         print_json(record)
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """How much is drawn: options of `tiermoe trace make`."""
+
+    requests: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 8
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request decodes.")] = 64
+    distances: Annotated[
+        int, typer.Option(min=0, max=MAX_DISTANCE, help="Layers ahead to draw predictions for.")
+    ] = 4
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the routing.")] = 0
+
+
 @trace_app.command("make", cls=Command)
+@with_options()
 def make_command(
     out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
     family: Annotated[str, typer.Option(help=f"Family of the routing: {', '.join(FAMILIES)}.")],
     shape: Annotated[str, typer.Option(help="Model shape: a name in configs/shapes/published.yaml.")],
-    requests: Annotated[int, typer.Option(min=1, help="Requests to draw.")] = 8,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request decodes.")] = 64,
-    distances: Annotated[int, typer.Option(min=0, max=MAX_DISTANCE, help="Layers ahead to draw predictions for.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the routing.")] = 0,
+    drawing: Drawing,
     as_json: AsJson = False,
 ) -> None:
     """Draw a synthetic trace of a published model's shape, in a family that is calibrated on published statistics,
@@ -69,12 +80,13 @@ def make_command(
     if family not in FAMILIES:
         raise ConfigError(f"--family is '{family}'", f"give one of {', '.join(FAMILIES)}")
     header = write_synthetic(
-        out, family, shape, shape_named(shape), requests, prompt_tokens, max_tokens, distances, seed
-    )
+        out, family, shape, shape_named(shape), drawing.requests, drawing.prompt_tokens, drawing.max_tokens,
+        drawing.distances, drawing.seed,
+    )  # fmt: skip
     routing = routing_of(header, Trace(out).requests())
     calibration = CALIBRATIONS.get(family) or NOTHING_PUBLISHED
     sizes = [max(header.top_k, round(size / calibration.experts * header.experts)) for size in calibration.sizes]
-    found = comparable(routing, sizes, seed)
+    found = comparable(routing, sizes, drawing.seed)
     targets = {name: target.value for name, target in calibration.targets.items()}
     title = f"{out}: {family}, {header.layers} layers of {header.experts} experts, top-{header.top_k}"
     published = f"{calibration.source}, {calibration.experts} experts, top-{calibration.top_k}"

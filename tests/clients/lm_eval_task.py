@@ -50,7 +50,7 @@ def main() -> None:
     """Write choices.jsonl and tiermoe_choices.yaml."""
     model, folder = (Path(argument) for argument in sys.argv[1:3])
     heldout, options, tokenizer = load_heldout(model), EvaluationOptions(), load_tokenizer(model)
-    items = as_tokens(build_choices(heldout), heldout, options.documents, options.items)
+    items = as_tokens(build_choices(heldout), heldout, options.documents, options.items or 1)
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "choices.jsonl"
     same = 0

@@ -11,11 +11,11 @@ from tiermoe.cluster.jobs import serve
 def test_options_come_over_the_servers_configuration(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("request_log: json\nmodel_name: a\nlimits: {waiting: 3, body_s: 5}\n")
-    found = serve._settings(file, {"model_name": "b", "request_log": None, "limits": {"waiting": 0}})
+    found = serve.ServerOptions(server_config=file, model_name="b", max_waiting=0).settings()
     assert (found.model_name, found.request_log) == ("b", "json")
     assert (found.limits.waiting, found.limits.body_s) == (0, 5)
-    plain = serve._settings(None, {"chat_template": Path("a.jinja"), "limits": {}})
+    plain = serve.ServerOptions(chat_template=Path("a.jinja")).settings()
     assert (plain.limits, plain.request_log) == (LimitSettings(), "text")
     assert Path(str(plain.chat_template)).is_absolute()
-    pages = serve._settings(None, {"allow_origins": ["https://a.example/", "*"], "allowed_hosts": []})
+    pages = serve.ServerOptions(allow_origin=["https://a.example/", "*"], allowed_host=[]).settings()
     assert (pages.allow_origins, pages.allowed_hosts) == (("https://a.example", "*"), ())

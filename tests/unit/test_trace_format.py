@@ -20,7 +20,7 @@ from safetensors.numpy import load, save
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.requests import SamplingParams
 from tiermoe.actors.store.format import read_manifest
-from tiermoe.cluster.jobs.record.record_trace import record_with
+from tiermoe.cluster.jobs.record.record_trace import Texts, record_with
 from tiermoe.cluster.jobs.replay import replay_policy
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, context_of, first_split
 from tiermoe.cluster.simulate.hit_rates import result, serve
@@ -219,7 +219,8 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     store = serving.prepared(checkpoint, folder / "store")
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     with serving.serving(store, serving.settings(1.0)) as worker:
-        record_with(worker, read_manifest(folder / "store"), RECORDED, folder / "trace", sampling, chunk_bytes=1000)
+        manifest = read_manifest(folder / "store")
+        record_with(worker, manifest, Texts(RECORDED), folder / "trace", sampling, chunk_bytes=1000)
     with serving.serving(store, serving.settings(BUDGET)) as worker:
         serving_tokens(worker)
         counted = worker.stats().as_dict()
@@ -259,9 +260,8 @@ def test_forced_text_is_routed_as_the_same_tokens_sampled(recorded: tuple[Path, 
     tokens = [np.concatenate([step.tokens for step in request.iterations]).tolist() for request in sampled]
     rest = [[*all_[len(prompt) :], 0] for all_, prompt in zip(tokens, RECORDED, strict=True)]
     with serving.serving(ExpertStore(str(store)), serving.settings(1.0)) as worker:
-        header = record_with(
-            worker, read_manifest(store), RECORDED, tmp_path / "t", SamplingParams(), continuations=rest
-        )
+        texts = Texts(RECORDED, rest)
+        header = record_with(worker, read_manifest(store), texts, tmp_path / "t", SamplingParams())
     assert (header.origin, header.complete) == ("text, teacher-forced", True)
     assert header.costs is not None
     assert Trace(path).header.origin == "sampled at 0"
@@ -353,7 +353,7 @@ def test_an_interrupt_keeps_what_ran(recorded: tuple[Path, Path, dict], tmp_path
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     engine = serving.serving(ExpertStore(str(store)), serving.settings(1.0))
     with engine as worker, pytest.raises(KeyboardInterrupt):
-        record_with(worker, read_manifest(store), interrupted(), tmp_path / "t", sampling)  # type: ignore[arg-type]
+        record_with(worker, read_manifest(store), Texts(interrupted()), tmp_path / "t", sampling)  # type: ignore[arg-type]
     trace = Trace(tmp_path / "t")
     assert not trace.header.complete
     assert [(r.prompt_tokens, len(r.iterations)) for r in trace.requests()] == [(37, TOKENS), (3, TOKENS)]
@@ -380,6 +380,6 @@ def test_a_failing_write_ends_the_recording(
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     engine = serving.serving(ExpertStore(str(store)), serving.settings(1.0))
     with engine as worker, pytest.raises(ConfigError, match="no space"):
-        record_with(worker, read_manifest(store), RECORDED, tmp_path / "t", sampling, chunk_bytes=1000)
+        record_with(worker, read_manifest(store), Texts(RECORDED), tmp_path / "t", sampling, chunk_bytes=1000)
     (request,) = Trace(tmp_path / "t").requests()
     assert request.prompt_tokens == 37

@@ -211,11 +211,11 @@ def record_split(
         TraceError: the texts repeat themselves. ConfigError, RuntimeFailure, RequestError: as `record` and `forced`.
     """
     from ..record.record_command import forced, refuse_loops, repeated_share
-    from ..record.record_trace import record
+    from ..record.record_trace import Texts, record
 
     prompts, rest = forced((*texts.learn, *texts.measure), prompt_tokens, tokens)
     refuse_loops(repeated_share(prompts, rest), "the texts of the trace", "give other text")
-    record(_recording(base), prompts, out, SamplingParams(), distances, progress, continuations=rest)
+    record(_recording(base), Texts(prompts, rest), out, SamplingParams(), distances, progress)
     return read_split(out, len(texts.learn))
 
 
@@ -229,10 +229,10 @@ def record_served(
     Raises:
         ConfigError, RuntimeFailure: as `record`.
     """
-    from ..record.record_trace import record
+    from ..record.record_trace import Texts, record
 
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    record(_recording(base), (*prompts.learn, *prompts.measure), out, sampling, distances, progress)
+    record(_recording(base), Texts((*prompts.learn, *prompts.measure)), out, sampling, distances, progress)
     return read_split(out, len(prompts.learn))
 
 

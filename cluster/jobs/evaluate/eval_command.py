@@ -18,11 +18,10 @@ from ...host import cpu, now, versions
 from ...report.output import print_json
 from ...report.tables import Grid, grid, results, show, size
 from ..local_worker import run_config, start_worker
-from ..options import AsJson, Budget, Model, Policy, Threads
+from ..options import AsJson, Budget, Model, Policy, Threads, with_options
 from ..prepare.needs import check_artifacts
 from .quality import EvaluationOptions, Quality
 
-_DEFAULT = EvaluationOptions()
 _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {  # a measure's name for people, and its form
     "perplexity": ("perplexity", "{:.4f}".format),
     "perplexity_ratio": ("perplexity over lossless", "{:.5f}".format),
@@ -38,39 +37,25 @@ _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {  # a measure's name
 _FROM_STATS = ("ndp_tokens", "hit_rate", "bytes_loaded", "expert_budget_bytes")
 
 
+@with_options()
 def eval_command(
     policy: Policy,
+    sizes: EvaluationOptions,
     model: Model = None,
     budget: Budget = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Your own text: a UTF-8 file, or .jsonl with a text a line; default: held-out text."),
     ] = None,
-    documents: Annotated[int | None, typer.Option(help="Most documents to use; default: all.")] = None,
-    windows: Annotated[
-        int | None, typer.Option(help="Most windows of each document; default: 1; with --text, 64 in all.")
-    ] = None,
-    items: Annotated[int | None, typer.Option(help="Most multiple-choice items of each document; default: 1.")] = None,
-    prefix: Annotated[int, typer.Option(help="Tokens that are prefilled in each window.")] = _DEFAULT.prefix,
-    continuation: Annotated[int, typer.Option(help="Tokens that are scored after them.")] = _DEFAULT.continuation,
-    rows: Annotated[
-        int | None,
-        typer.Option(help="Most scored tokens in one forward pass; 1: as one request is served; default: all."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = _DEFAULT.seed,
-    resamples: Annotated[int, typer.Option(help="Resamples of the bootstrap.")] = _DEFAULT.resamples,
     threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
     """Perplexity, agreement with lossless and multiple choice on held-out text or your own, with 95% intervals."""
-    if text is not None and items is not None:
+    if text is not None and sizes.items is not None:
         raise ConfigError("--items is given with --text, which has no multiple choices", "leave one of them out")
-    windows = 1 if text is None and windows is None else windows
-    items = 1 if items is None else items
-    options = EvaluationOptions(documents, windows, items, prefix, continuation, seed, resamples, rows)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        record, found = evaluate(model, policy, budget, threads, options, progress, text)
+        record, found = evaluate(model, policy, budget, threads, sizes, progress, text)
     show(results(as_json), quality_table(found))
     if as_json:
         print_json(record)
@@ -113,7 +98,7 @@ def evaluate(
         **quality.as_dict(),
         **{key: stats[key] for key in _FROM_STATS},
         **{key: getattr(options, key) for key in ("prefix", "continuation", "seed", "resamples", "rows")},
-        **({"windows_per_document": options.windows, "items_per_document": options.items} if text is None else
+        **({"windows_per_document": options.windows or 1, "items_per_document": options.items or 1} if text is None else
            {"text": str(text), "texts": evaluation.texts}),
         "threads": threads,
         "wall_s": time.perf_counter() - begin_s,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,36 +20,28 @@ from ....errors import ConfigError
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Sizes of an evaluation.
+    """Sizes of an evaluation: the options of `tiermoe eval`, each with its help.
 
-    documents: held-out documents, kinds in turn; None: all.
-    windows, items: text windows and multiple-choice items of each document, at most; windows None, of one's own text:
-        as many as `split_windows` says.
-    prefix, continuation: tokens of a window that are prefilled, and tokens after them that are scored.
-    rows: scored tokens of one forward at most. 1: as one request is served, which a policy that depends on the cache's
-        content needs. None: as many as fit, which is fastest.
-    seed, resamples: of the bootstrap.
+    rows: 1 is what a policy that depends on the cache's content needs; as many as fit is fastest.
 
     Raises:
         ConfigError: a value is out of range; the message names its option.
     """
 
-    documents: int | None = None
-    windows: int | None = 1
-    items: int = 1
-    prefix: int = 128
-    continuation: int = 128
-    seed: int = 0
-    resamples: int = 2000
-    rows: int | None = None
+    documents: Annotated[int | None, "Most documents to use; default: all."] = None
+    windows: Annotated[int | None, "Most windows of each document; default: 1; with --text, 64 in all."] = None
+    items: Annotated[int | None, "Most multiple-choice items of each document; default: 1."] = None
+    prefix: Annotated[int, "Tokens that are prefilled in each window."] = 128
+    continuation: Annotated[int, "Tokens that are scored after them."] = 128
+    rows: Annotated[
+        int | None, "Most scored tokens in one forward pass; 1: as one request is served; default: all."
+    ] = None
+    seed: Annotated[int, "Seed of the bootstrap."] = 0
+    resamples: Annotated[int, "Resamples of the bootstrap."] = 2000
 
     def __post_init__(self) -> None:
-        documents, windows, rows = (1 if n is None else n for n in (self.documents, self.windows, self.rows))
-        for option, value in (
-            ("documents", documents), ("windows", windows), ("items", self.items), ("prefix", self.prefix),
-            ("continuation", self.continuation), ("resamples", self.resamples), ("rows", rows),
-        ):  # fmt: skip
-            if value < 1:
+        for option in ("documents", "windows", "items", "prefix", "continuation", "resamples", "rows"):
+            if (value := getattr(self, option)) is not None and value < 1:
                 raise ConfigError(f"--{option} is {value}", "give a number of at least 1")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed is {self.seed}", "give a number from 0 to 2^63-1")

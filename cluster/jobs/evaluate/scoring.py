@@ -151,7 +151,7 @@ class Evaluation:
         self.texts = len({window.document for window in self.windows})
         self.items: list[ChoiceTokens] = []
         if text is None:
-            self.items = as_tokens(build_choices(heldout), heldout, options.documents, options.items)
+            self.items = as_tokens(build_choices(heldout), heldout, options.documents, options.items or 1)
             self.documents = len(heldout.documents[: options.documents])
         else:
             self.windows = [replace(window, document=number) for number, window in enumerate(self.windows)]

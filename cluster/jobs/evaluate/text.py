@@ -166,7 +166,7 @@ class Window:
 def split_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
     """At most `options.windows` of each document, evenly spread; continuations do not overlap.
 
-    None, of one's own text: `_OWN_WINDOWS` in all, and one of each text at least.
+    None: 1; of one's own text `_OWN_WINDOWS` in all, and one of each text at least.
 
     The tokenizer's leading special tokens are part of every prefix.
 
@@ -178,7 +178,7 @@ def split_windows(heldout: HeldOut, options: EvaluationOptions) -> list[Window]:
         raise ConfigError(f"a prefix of {options.prefix} tokens holds only special ones", "raise --prefix")
     head = options.prefix - len(lead)  # tokens of text in the prefix
     windows, documents = [], heldout.documents[: options.documents]
-    most = options.windows or max(1, _OWN_WINDOWS // len(documents))
+    most = options.windows or (1 if heldout.own is None else max(1, _OWN_WINDOWS // len(documents)))
     for index, passages in enumerate(documents):
         positions = [
             (passage, start)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -20,7 +19,7 @@ from ...host import shown
 from ...report.files import check_folder
 from ...report.output import stdout
 from ...simulate.trace import HEADER_NAME
-from ..options import as_command, fields_as_options
+from ..options import with_options
 from ..profile import OUTPUT_TOKENS
 from ..profile.profile_options import ProfileRequest, profile_request
 from .calibration import read_texts, shipped_calibration
@@ -160,8 +159,22 @@ def calibration_text(model: Path, given: Path | None) -> Path:
     return text
 
 
-def _prepare(
-    checkpoint: str, out: Path | None = None, cache_dir: Path | None = None, force: bool = False, **options: Any
+@with_options()
+def prepare_command(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            help=escape("Folder of a safetensors checkpoint, GGUF file, or org/name[@revision][:FILE.gguf]."),
+            metavar="MODEL",
+        ),
+    ],
+    *,
+    out: Annotated[
+        Path | None, typer.Argument(help="Store folder; default: one in the cache.", metavar="[OUT]")
+    ] = None,
+    cache_dir: Annotated[Path | None, Opt(help="Folder of stores, where OUT is not given.")] = None,
+    force: Annotated[bool, Opt("--force", help="Make the store again, even if a current one is there.")] = False,
+    additions: Additions,
 ) -> None:
     """Turn a checkpoint into an expert store, which `tiermoe run` maps. Interrupted, it resumes."""
     if out is not None and cache_dir is not None:
@@ -171,7 +184,7 @@ def _prepare(
             check_folder(folder, what)
     if out is not None:
         refuse_foreign(out)
-    additions, model = Additions(**options), locate(checkpoint)
+    model = locate(checkpoint)
     steps = additions.steps(model)
     if not is_store(model):
         store = prepare(model, default_store_dir(model, cache_dir) if out is None else out, force=force)
@@ -185,23 +198,3 @@ def _prepare(
     for add in steps:
         add(store)
     print(store, file=stdout(), flush=True)
-
-
-prepare_command = as_command(
-    _prepare, "prepare_command", _prepare.__doc__,
-    {
-        "checkpoint": (
-            Annotated[str, typer.Argument(
-                help=escape("Folder of a safetensors checkpoint, GGUF file, or org/name[@revision][:FILE.gguf]."),
-                metavar="MODEL",
-            )],
-            inspect.Parameter.empty,
-        ),
-        "out": (
-            Annotated[Path | None, typer.Argument(help="Store folder; default: one in the cache.", metavar="[OUT]")],
-            None,
-        ),
-        "cache_dir": (Annotated[Path | None, Opt(help="Folder of stores, where OUT is not given.")], None),
-        "force": (Annotated[bool, Opt("--force", help="Make the store again, even if a current one is there.")], False),
-    } | fields_as_options(Additions),
-)  # fmt: skip

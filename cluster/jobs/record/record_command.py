@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ....actors.requests import SamplingParams
 from ....errors import ConfigError, RequestError, TraceError, reason
 from ...config import check_model_dir, engine_settings, on_this_machine
 from ...prompt import check_length, encode_prompt, load_model_config, load_tokenizer, sampling_params
@@ -20,7 +21,7 @@ from ...report.tables import progress_on, results, share, show, size
 from ...simulate.trace import MAX_DISTANCE, TraceHeader
 from ...simulate.trace_writer import MOST_REPEATED, NGRAM, Repeats, merge_traces
 from ..local_worker import run_config
-from ..options import AsJson, Model, Threads
+from ..options import AsJson, Model, Threads, with_options
 
 _TEXT_KEYS = ("prompt", "text")
 _REMEDY = 'give lines of text, or JSON lines with "prompt", "text" or "token_ids"'
@@ -67,29 +68,57 @@ def _prompt_of(line: str, where: str) -> str | tuple[int, ...]:
     raise RequestError(f"{where} has no prompt", _REMEDY)
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What of the prompts is run, and how: options of `tiermoe record`.
+
+    Raises:
+        ConfigError, RequestError: one is out of range, or does not go with another.
+    """
+
+    max_tokens: Annotated[int, "Most tokens to decode after each prompt."] = 64
+    limit: Annotated[int | None, "Most prompts to use; default: all."] = None
+    prompt_tokens: Annotated[int | None, "Tokens to prefill; default: half the text; with --sample, all."] = None
+    distances: Annotated[int, "Layers ahead to record next-gate predictions for."] = 4
+    sample: Annotated[
+        float | None, "Decode tokens sampled at this temperature, 0.8 or more, instead of the text."
+    ] = None
+    seed: Annotated[int | None, "Seed of --sample."] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="With --sample: continue after stop tokens.")
+    ] = False
+    allow_loops: Annotated[bool, typer.Option("--allow-loops", help="Accept prompts whose output loops.")] = False
+
+    def __post_init__(self) -> None:
+        for option, value in (("limit", self.limit), ("prompt-tokens", self.prompt_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"--{option} is {value}", "give a number of at least 1")
+        if not 0 <= self.distances <= MAX_DISTANCE:
+            raise ConfigError(f"--distances is {self.distances}", f"give a number from 0 to {MAX_DISTANCE}")
+        if self.sample is None and (self.seed is not None or self.ignore_eos):
+            raise ConfigError("--seed and --ignore-eos are for sampled tokens", "leave them out, or pass --sample 0.8")
+        self.sampling()
+
+    def sampling(self) -> SamplingParams:
+        """How tokens are drawn; text is taken as it stands."""
+        try:
+            found = sampling_params(self.max_tokens, self.sample or 0.0, 1.0, 0, self.seed)
+        except RequestError as error:
+            raise RequestError(error.what.replace("--temperature", "--sample"), error.remedy) from error
+        return replace(found, ignore_eos=self.ignore_eos)
+
+
+@with_options()
 def record_command(
     prompts: Annotated[
         Path, typer.Argument(help="File of prompts: text, one a line, or JSON lines.", metavar="PROMPTS")
     ],
     out: Annotated[Path, typer.Argument(help="Trace folder to write.", metavar="OUT")],
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to decode after each prompt.")] = 64,
+    asked: Recording,
     model: Model = None,
-    limit: Annotated[int | None, typer.Option(help="Most prompts to use; default: all.")] = None,
-    prompt_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to prefill; default: half the text; with --sample, all.")
-    ] = None,
-    distances: Annotated[int, typer.Option(help="Layers ahead to record next-gate predictions for.")] = 4,
     budget: Annotated[
         str, typer.Option(help="Expert memory while recording: as of run; 1.0: every expert stays loaded.")
     ] = "1.0",
-    sample: Annotated[
-        float | None, typer.Option(help="Decode tokens sampled at this temperature, 0.8 or more, instead of the text.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="With --sample: continue after stop tokens.")
-    ] = False,
-    allow_loops: Annotated[bool, typer.Option("--allow-loops", help="Accept prompts whose output loops.")] = False,
     threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -99,46 +128,34 @@ def record_command(
     --sample a text is a prompt, and what the model draws is decoded. Interrupted, it leaves a valid trace of what ran.
     """
     check_folder(out, "OUT", empty=True)
-    for option, value in (("limit", limit), ("prompt-tokens", prompt_tokens)):
-        if value is not None and value < 1:
-            raise ConfigError(f"--{option} is {value}", "give a number of at least 1")
-    if not 0 <= distances <= MAX_DISTANCE:
-        raise ConfigError(f"--distances is {distances}", f"give a number from 0 to {MAX_DISTANCE}")
-    if sample is None and (seed is not None or ignore_eos):
-        raise ConfigError("--seed and --ignore-eos are for sampled tokens", "leave them out, or pass --sample 0.8")
-    try:
-        sampling = sampling_params(max_tokens, sample or 0.0, 1.0, 0, seed)
-    except RequestError as error:
-        raise RequestError(error.what.replace("--temperature", "--sample"), error.remedy) from error
     config = run_config(model, policy="on-demand", budget=budget, threads=threads, link={"gbps": None})
     engine_settings(on_this_machine(config))
     check_model_dir(config.model_dir)
-    found = read_prompts(prompts, config.model_dir, limit)
-    if sample is None:
-        ids, rest = forced(found, prompt_tokens, max_tokens)
-        if not allow_loops:
+    found = read_prompts(prompts, config.model_dir, asked.limit)
+    if asked.sample is None:
+        ids, rest = forced(found, asked.prompt_tokens, asked.max_tokens)
+        if not asked.allow_loops:
             refuse_loops(repeated_share(ids, rest), f"'{prompts}'", "give other text, or pass --allow-loops")
     else:
-        ids, rest = [prompt[:prompt_tokens] for prompt in found], None
+        ids, rest = [prompt[: asked.prompt_tokens] for prompt in found], None
     model_config = load_model_config(config.model_dir)
     for number, prompt in enumerate(ids, start=1):
         try:
-            check_length(len(prompt), max_tokens if rest is None else len(rest[number - 1]), model_config, config.kv)
+            decoded = asked.max_tokens if rest is None else len(rest[number - 1])
+            check_length(len(prompt), decoded, model_config, config.kv)
         except RequestError as error:
             raise RequestError(f"prompt {number}: {error.what}", f"{error.remedy}, or pass --prompt-tokens") from error
-    from .record_trace import record  # torch takes seconds: imported after the options are checked
+    from .record_trace import Texts, record  # torch takes seconds: imported after the options are checked
 
     console = Console(stderr=True)
     try:
         with progress_on(console) as progress:
-            header = record(
-                config, ids, out, replace(sampling, ignore_eos=ignore_eos), distances, progress, continuations=rest
-            )
+            header = record(config, Texts(ids, rest), out, asked.sampling(), asked.distances, progress)
     except (KeyboardInterrupt, SystemExit):
         show(console, f"interrupted; '{out}' keeps what ran")
         raise
     _say(header, out, as_json)
-    if not allow_loops:
+    if not asked.allow_loops:
         remedy = "sample at --sample 0.8 or more, or pass --allow-loops"
         refuse_loops(header.repeated_8grams, f"'{out}', which is kept,", remedy)
 

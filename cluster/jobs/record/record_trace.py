@@ -204,35 +204,37 @@ class Capture:
         return found
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Prompts in tokens. continuations: tokens after each, which are decoded one by one (teacher-forced); None: sampled
+    ones.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    continuations: Sequence[Sequence[int]] | None = None
+
+
 def record(
-    config: RunConfig,
-    prompts: Sequence[Sequence[int]],
-    out: Path,
-    sampling: SamplingParams,
-    distances: int = 4,
+    config: RunConfig, texts: Texts, out: Path, sampling: SamplingParams, distances: int = 4,
     progress: Progress | None = None,
-    continuations: Sequence[Sequence[int]] | None = None,
-) -> TraceHeader:
+) -> TraceHeader:  # fmt: skip
     """`record_with` on a worker that is started for it. config: its policy must load on demand."""
     settings = engine_settings(config)
     store = prepared_store(config, settings)
     with closing(LocalWorker(settings, store)) as worker:
         worker.start()
-        return record_with(
-            worker, read_manifest(store), prompts, out, sampling, distances, progress, continuations=continuations
-        )
+        return record_with(worker, read_manifest(store), texts, out, sampling, distances, progress)
 
 
 def record_with(
     worker: Any,
     manifest: Manifest,
-    prompts: Sequence[Sequence[int]],
+    texts: Texts,
     out: Path,
     sampling: SamplingParams,
     distances: int = 4,
     progress: Progress | None = None,
     chunk_bytes: int = CHUNK_BYTES,
-    continuations: Sequence[Sequence[int]] | None = None,
 ) -> TraceHeader:
     """Record the routing of each prompt and of what comes after it, on a started, idle `GpuWorker`.
 
@@ -240,13 +242,12 @@ def record_with(
 
     Args:
         distances: D, layers ahead for which next-gate predictions are recorded.
-        continuations: tokens after each prompt, which are decoded one by one (teacher-forced); None: sampled ones.
 
     Raises:
         UnsupportedModelError: a layer exposes no router. ConfigError: `out` is not empty.
         RuntimeFailure: a request failed.
     """
-    model, engine = worker.model, worker.engine
+    model, engine, continuations = worker.model, worker.engine, texts.continuations
     routers = router_probes(model, manifest, "record")
     embedding = model.get_input_embeddings()
 
@@ -273,6 +274,7 @@ def record_with(
     complete = False
     try:
         with capture.running():
+            prompts = texts.prompts
             shown = prompts if progress is None else progress.track(prompts, description="recording requests")
             for number, prompt in enumerate(shown):
                 capture.begin(prompt)
