@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -231,3 +232,46 @@ def test_a_store_whose_file_does_not_verify_is_named_until_it_serves(make: Make)
         assert reader._holders["store/0"].wait(WAIT_S)
         assert reader.refusal() is None
         assert_right(take(reader, 0, 1), 0, 1)
+
+
+def test_an_outage_is_waited_for_once(make: Make, monkeypatch: Any) -> None:
+    stores = make([0, 1], [2, 3])
+    waits: list[float] = []
+    with stores.reader(FAST) as reader:
+        wait = reader._await_one
+        monkeypatch.setattr(reader, "_await_one", lambda holders, s: waits.append(s) or wait(holders, s))
+        stores.workers[1].close()
+        with pytest.raises(StoreError, match=r"MoE layers 2, 3 cannot be read: no store gave an expert of layer 3"):
+            take(reader, 3, 0)
+        assert waits
+        waits.clear()
+        for _ in range(3):
+            with pytest.raises(StoreError, match="bring back store/1"):
+                take(reader, 2, 1)
+        assert sum(waits) < FAST.deadline_s / 10  # a rest of the first wait, at most
+        reader._settings = LONG  # of a store that is there; a busy machine may take longer than `FAST` allows
+        assert_right(take(reader, 1, 0), 1, 0)  # the other store serves on
+        stores.restart(1)
+        assert reader._holders["store/1"].wait(WAIT_S)
+        assert_right(take(reader, 2, 1), 2, 1)
+
+
+def test_a_store_that_comes_back_in_time_is_waited_for(make: Make) -> None:
+    stores = make()
+    with stores.reader() as reader:
+        waiting = threading.Event()
+        wait = reader._await_one
+
+        def noted(holders: Any, timeout_s: float) -> None:
+            waiting.set()
+            wait(holders, timeout_s)
+
+        reader._await_one = noted  # type: ignore[method-assign]
+        stores.workers[0].close()
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(take(reader, 1, 2)))
+        thread.start()
+        assert waiting.wait(WAIT_S)
+        stores.restart(0)
+        thread.join(WAIT_S)
+        assert_right(found[0], 1, 2)
