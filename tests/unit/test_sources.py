@@ -275,3 +275,26 @@ def test_a_store_that_comes_back_in_time_is_waited_for(make: Make) -> None:
         stores.restart(0)
         thread.join(WAIT_S)
         assert_right(found[0], 1, 2)
+
+
+def test_closing_ends_what_waits(make: Make) -> None:
+    stores = make()
+    with stores.reader() as reader:
+        waiting = threading.Event()
+        wait = reader._await_one
+        reader._await_one = lambda holders, s: waiting.set() or wait(holders, s)  # type: ignore
+        stores.workers[0].close()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                take(reader, 1, 2)
+            except StoreError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert waiting.wait(WAIT_S)
+        reader.close()
+        thread.join(WAIT_S)
+        assert len(errors) == 1
