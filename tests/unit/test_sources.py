@@ -15,9 +15,11 @@ import torch
 from channel_peer import wait_until
 from handmade_store import EXPERTS, layer_values, write_store
 
-from tiermoe.actors.engine.cache.slots import LayerWeights
-from tiermoe.actors.engine.cache.sources import RemoteStores, open_sources
-from tiermoe.actors.settings import StoreSettings
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.loader import DEMAND, Loader, LoadJob
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.sources import RemoteStores, host_weights, open_sources
+from tiermoe.actors.settings import LinkSettings, StoreSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import DType, ExpertShape
 from tiermoe.actors.store.server import StoreWorker
@@ -298,3 +300,31 @@ def test_closing_ends_what_waits(make: Make) -> None:
         reader.close()
         thread.join(WAIT_S)
         assert len(errors) == 1
+
+
+def test_the_loader_takes_promises_and_tensors_in_order(make: Make) -> None:
+    stores = make([0, 1])
+    own = ExpertStore(stores.folder, "stamp", layers=[2])
+    mapped = host_weights(own.layers)[0]
+    with stores.reader(layers=[0, 1]) as reader, closing(Loader(CpuDevice(LinkSettings()))) as loader:
+        shape = stores.manifest.experts
+        pool = SlotPool.allocate(shape, 5, torch.float32, torch.device("cpu"))
+        wanted = [(0, 1), (2, 0), (1, 2), (0, 0)]
+        jobs = [
+            LoadJob(
+                0, i, dst=pool.slot(i), after=None, layer=layer, cause="demand",
+                src=mapped.expert(e) if layer == 2 else reader.layer(layer).expert(e),
+            )
+            for i, (layer, e) in enumerate(wanted)
+        ]  # fmt: skip
+        loader.submit(jobs, DEMAND)
+        for job, (layer, e) in zip(jobs, wanted, strict=True):
+            assert job.done.wait(WAIT_S)
+            assert job.copied is not None
+            assert_right(job.dst, layer, e)
+        stores.workers[0].close()
+        reader._settings = FAST
+        failing = LoadJob(0, 4, dst=pool.slot(4), after=None, layer=0, cause="demand", src=reader.layer(0).expert(2))
+        loader.submit([failing], DEMAND)
+        assert failing.done.wait(WAIT_S)
+        assert isinstance(failing.error, StoreError)
