@@ -50,7 +50,7 @@ PLANNER_S = 5e-6  # of `plan` and `used` in a layer of these shapes: 3 to 9 us o
 USABLE, LINK_SHARE = 0.85, 0.8  # of a host's bandwidth; of that, what a link takes at most
 FLOP_PER_BYTE = 12.0  # of the CPU: rows that one reading of an expert feeds, at 16 bits
 PROMPT, DECODE, OTHERS = 64, 96, 4  # tokens; requests whose popularity is known
-ROUNDS = {1: 3, 4: 2, 8: 2}  # of requests together, the first of which is not counted
+ROUNDS, FILLING = {1: 4, 4: 2, 8: 2}, {1: 2, 4: 1, 8: 1}  # of requests together; the first ones, which fill the cache
 DISTANCES = 3  # layers ahead for which routers are asked: as far as hybrimoe looks
 RECORDED = "recorded"  # the family of routing that `recorded` gives
 RULES = (
@@ -192,7 +192,7 @@ def replayed(
     drawn: Drawn, cell: Cell, rule: str, *, belief: Sequence[float] = (1.0, 1.0), contention: bool = True,
     without: str = "NOTHING",
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of a decoded token, of a prompt and of a request, and of `auto` shares of the needed experts.
+    """Seconds of a decoded token, of a prompt and of a request; shares of the experts that decodes need.
 
     Args:
         rule: a preset. belief: factors of the start values of link and CPU that a planner has. contention: it knows
@@ -208,11 +208,10 @@ def replayed(
         machine = machine.model_copy(update={"dense_s": machine.dense_s + PLANNER_S})
         policies = replace(policies, believed=cell.machine(*belief, contention), without=Without[without])
     engine = SimulatedEngine(header, machine, budget, policies)
-    rounds = min(ROUNDS[cell.batch], len(drawn.requests) // cell.batch)
-    first = cell.batch * (rounds > 1)
-    serve(engine, drawn.requests[:first], cell.batch)
+    filling = FILLING[cell.batch] * cell.batch
+    serve(engine, drawn.requests[:filling], cell.batch)
     engine.reset_stats()
-    counted = drawn.requests[first : rounds * cell.batch]
+    counted = drawn.requests[filling : ROUNDS[cell.batch] * cell.batch]
     served, stats = serve(engine, counted, cell.batch), engine.live_stats()
     steps = sum(len(one.iterations) - 1 for one in counted) / len(counted)
     hits, loads, near = stats.decode_hits, stats.decode_misses, stats.decode_ndp_experts

@@ -368,20 +368,6 @@ class ExpertShape(Record):
         return {name: (self.num_experts, *shape) for name, shape in shapes.items() if shape is not None}
 
 
-class NeuronOrder(Record):
-    """Order of each expert's neurons, when it differs from the checkpoint's.
-
-    Attributes:
-        by: "activation-norm": greatest mean |activation| * ||down row|| first, over the calibration tokens that the
-            router sent to the expert; an expert without any has the checkpoint's order.
-        sha256: of the token ids, window by window.
-    """
-
-    by: Literal["activation-norm"]
-    sha256: Sha256
-    tokens: Count
-
-
 def part_bytes(form: ExpertForm) -> dict[str, int]:
     """Bytes of each part of one expert in a published form, in the order of slots."""
     return {name: layout_bytes({name: what}) for name, what in form.parts().items()}
@@ -470,9 +456,7 @@ class Manifest(ChecksummedManifest):
         transformers_version: of the conversion that gave the tensor names.
         extras: configuration and tokenizer files.
         source: the checkpoint's files, to detect a changed checkpoint.
-        neuron_order: None: the checkpoint's.
-        published: None: experts are neuron-major. Where these two are None, they are not written, so older stores have
-            the same digest.
+        published: None: experts are neuron-major; then it is not written, so older stores have the same digest.
     """
 
     file_name = MANIFEST_NAME
@@ -489,15 +473,13 @@ class Manifest(ChecksummedManifest):
     dense: DenseFile
     extras: tuple[FileRecord, ...]
     source: tuple[SourceFile, ...]
-    neuron_order: NeuronOrder | None = None
     published: Published | None = None
 
     @model_serializer(mode="wrap")
     def _plain(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         body: dict[str, Any] = dump(self)
-        for name in ("neuron_order", "published"):
-            if body.get(name) is None:
-                body.pop(name, None)
+        if body.get("published") is None:
+            body.pop("published", None)
         return body
 
     @model_validator(mode="after")

@@ -274,16 +274,18 @@ class SimulatedNdp:
         return self._kernels_s[bits, rows]
 
     def wait(self, task: SimulatedTask) -> float:
-        """Wait for a task, which copies have slowed since it began; how long."""
-        asked_s, slower = self.clock.now_s, 1.0 - self.share
-        slowed_s = slower * (self.link.busy_s() - task.busy_s) if slower else 0.0
+        """Wait for a task, which copies may have slowed since it began; how long."""
+        asked_s, kernels_s = self.clock.now_s, task.answer.measured_s
+        beside_s = self.link.busy_s() - task.busy_s  # up to now; its kernels may have ended before
+        slowed_s = min((1 - self.share) * beside_s, (1 / self.share - 1) * kernels_s)
         self.link.compute(task.done_s + slowed_s - asked_s, self.share)
-        if slower:
-            slowed_s = max(task.done_s + slowed_s, self.clock.now_s) - task.done_s
-            task.answer = replace(task.answer, measured_s=task.answer.measured_s + slowed_s)
+        waited_s = self.clock.now_s - asked_s
+        if self.share < 1:
+            late_s = self.clock.now_s - task.done_s if waited_s > 0 else slowed_s
+            task.answer = replace(task.answer, measured_s=kernels_s + late_s)
             number = self._names.index(task.name)
-            self.free_s[number] = max(self.free_s[number], task.done_s + slowed_s)
-        return self.clock.now_s - asked_s
+            self.free_s[number] = max(self.free_s[number], task.done_s + late_s)
+        return waited_s
 
 
 def owners_of(header: TraceHeader, gpus: int) -> list[int]:

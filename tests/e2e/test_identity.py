@@ -17,7 +17,6 @@ from hypothesis import Phase, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from quick import quick
-from rich.console import Console
 from serving import Reference, serving, serving_locally, settings
 
 from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget
@@ -29,10 +28,7 @@ from tiermoe.actors.policies.residency import State
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import CopySettings, EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.files import ExpertStore
-from tiermoe.cluster.config import default_model_dir, load_policy
-from tiermoe.cluster.jobs.prepare import prepare
-from tiermoe.cluster.jobs.prepare.calibration import read_texts, shipped_calibration
-from tiermoe.cluster.jobs.prepare.neuron_order import order_neurons
+from tiermoe.cluster.config import load_policy
 from tiermoe.errors import ConfigError, StoreError, TraceError
 
 KV = KvSettings(page_size=32, num_blocks=128)
@@ -315,25 +311,6 @@ def test_split_at_every_ratio(theta: float, prefetch: str, store: ExpertStore, r
         assert total.top_hits <= total.misses
         assert total.prefetched_hits <= total.hits
         assert (total.prefetched_hits > 0) == (prefetch != "none")
-
-
-@pytest.fixture(scope="module")
-def ordered_store(tmp_path_factory: pytest.TempPathFactory) -> ExpertStore:
-    """Its neurons are ordered by some of the calibration text."""
-    folder, model = tmp_path_factory.mktemp("ordered"), default_model_dir()
-    shipped, text = shipped_calibration(model), folder / "text.txt"
-    assert shipped is not None
-    text.write_text("".join(read_texts(shipped))[:6000])
-    out = prepare(model, folder / "store", progress=False)
-    return ExpertStore(order_neurons(out, model, text, Console(quiet=True)))
-
-
-@pytest.mark.parametrize("theta", [pytest.param(None, marks=slow), 0.25])
-def test_ordered_neurons(theta: float | None, ordered_store: ExpertStore, reference: Reference) -> None:
-    assert ordered_store.manifest.neuron_order is not None
-    with serving(ordered_store, custom("next-gate", theta, eviction="lcp")) as worker:
-        reference.check(worker, 4)
-        assert (worker.stats().total().top_hits > 0) == (theta is not None)
 
 
 # -- splits that change while requests are served ------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_a_cells_machine_copies_and_computes_the_published_bytes(shape: str) -> 
 
 
 def test_rules_do_what_their_presets_say() -> None:
-    drawn = draw("mixtral-8x7b", "hot", 1, 2, 3, 8)
+    drawn = draw("mixtral-8x7b", "hot", 1, 2, 4, 8)
     found = {rule: replayed(drawn, CELL, rule) for rule in RULES}
     assert all(one["hits"] + one["loads"] + one["near"] == pytest.approx(1.0) for one in found.values())
     assert [rule for rule in RULES if not found[rule]["near"]] == ["on-demand", "next-gate"]

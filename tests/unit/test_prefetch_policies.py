@@ -166,7 +166,7 @@ def test_activation_matrix_finds_the_nearest_at_every_layer(seed: int) -> None:
             for span in spans:
                 np.add.at(counts[span.sequence][layer], ids[span.start : span.stop].ravel(), 1)
                 distances = [distance(counts[span.sequence], m) for m in collection.counts]
-                nearest = policy.nearest(span.sequence)
+                nearest = policy._nearest(policy._requests[span.sequence])
                 assert nearest is not None
                 assert distances[nearest] == pytest.approx(min(distances), abs=1e-6)
                 m = collection.counts[nearest]

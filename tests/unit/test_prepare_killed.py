@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 from published import RELEASES, write
-from rich.console import Console
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.replicas import describe_replicas
 from tiermoe.benchmarks.random_model import save_published
 from tiermoe.cluster.jobs.bench.random_model import Form, MoeShape
 from tiermoe.cluster.jobs.prepare import prepare
-from tiermoe.cluster.jobs.prepare.neuron_order import order_neurons
 from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
 from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
@@ -105,20 +103,3 @@ def test_a_killed_preparation_of_a_published_form_finishes(name: str, mapped: bo
     assert (facts_of_checkpoint(model).mapped_bytes > 0) == mapped
     assert run("", 0, model, tmp_path / "whole") == 0
     assert files(out) == files(tmp_path / "whole")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and the audit of opened files as on Linux")
-def test_a_killed_ordering_of_neurons_leaves_a_whole_store_and_finishes(
-    checkpoint: Path, calibration: Path, tmp_path: Path
-) -> None:
-    """Before its first change, in the work folder, and among the changes of the store itself."""
-    out = prepare(checkpoint, tmp_path / "made" / "store", progress=False)
-    options = ("--neuron-order", str(calibration))
-    for changes in (1, _RANDOM.randint(2, 9), _RANDOM.randint(2, 9)):
-        assert run("", changes, checkpoint, out, *options) == -signal.SIGKILL, changes
-        ExpertStore(out, verify="full")
-    assert run("", 0, checkpoint, out, *options) == 0
-    assert [path.name for path in out.parent.iterdir()] == ["store"]
-    whole = prepare(checkpoint, tmp_path / "whole", progress=False)
-    assert files(out) == files(order_neurons(whole, checkpoint, calibration, Console(quiet=True)))

@@ -143,6 +143,14 @@ def test_copies_slow_near_data_workers_in_their_memory(copy: float, share: float
     message_s = 2 * load_s(4 * header.hidden, DEVICE.link)
     assert total.ndp_measured_s == pytest.approx(slower * alone_s - message_s)  # the kernels'
     assert total.ndp_wait_s == pytest.approx(slower * alone_s)
+    late = machine(ndp=DEVICE, ndp_share=share, expert_s=1.0, link_gbps=box.link_gbps)  # expert 1 takes far longer
+    engine = engine_of(load_policy("ktransformers"), header, late, 0.4, np.array([[9, 3, 2, 1, 1]]))
+    if copy:
+        engine.cache.core.prefetch([4], [], 1)
+    engine.forward([("a", step(header, [1, 2]))])
+    total, kernel_s = engine.live_stats().total(), ndp_s(header, [1], 16, 1) - message_s
+    assert total.ndp_wait_s == pytest.approx(0.0, abs=1e-15)
+    assert kernel_s - 1e-15 <= total.ndp_measured_s <= kernel_s / share + 1e-15  # not until somebody asks
 
 
 def test_context_placement_and_monde_replay(tmp_path: Path) -> None:

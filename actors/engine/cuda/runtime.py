@@ -282,14 +282,7 @@ def runtime_of(device: torch.device) -> TorchRuntime:
 SPIN_S = 1e-3  # more than a decode step's layer takes until its routing is known
 
 
-class Events(Protocol):
-    """The part of a runtime that waits."""
-
-    def query(self, event: Any) -> bool: ...
-    def synchronize(self, event: Any) -> None: ...
-
-
-def wait_for(runtime: Events, event: Any, spin_s: float = SPIN_S) -> None:
+def wait_for(runtime: GpuRuntime, event: Any, spin_s: float = SPIN_S) -> None:
     """Make the host wait for an event on a forward's way: poll, and only after `spin_s` give up the interpreter's lock.
 
     `synchronize` gives the lock to any other thread, which keeps it for up to 5 ms.

@@ -31,9 +31,9 @@ ROWS_PER_FORWARD = 2048
 
 
 class Watcher:
-    """The experts of one MoE layer, in the store's type. Outputs pass gradients.
+    """The experts of one MoE layer, in the store's type.
 
-    A subclass overrides `see` for the layer's input, `activations` for one expert's, or `combine` for the outputs.
+    A subclass overrides `see`, which gets the layer's input.
     """
 
     def __init__(self, block: MoeBlock, weights: LayerWeights) -> None:
@@ -51,7 +51,8 @@ class Watcher:
                 rows = pairs[start : start + count]
                 y[rows] = self.expert(expert, hidden[rows // top_k].float())
             start += count
-        return self.combine(self.post(y).view(*ids.shape, -1), weights).to(hidden.dtype)
+        picked = self.post(y).view(*ids.shape, -1)  # [T, K, H]
+        return (picked * weights.unsqueeze(2)).sum(dim=1).to(hidden.dtype)
 
     def see(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """The layer's input, before any expert runs."""
@@ -61,21 +62,13 @@ class Watcher:
         pre = x @ self.gate_up[expert].float().flatten(0, 1).t()  # [n, I * G]
         if self._biases:
             pre = pre + self._biases[0][expert].float().flatten()
-        out = self.activations(expert, pre) @ self.down[expert].float()
+        out = self.block.gate(pre) @ self.down[expert].float()
         return out + self._biases[1][expert].float() if self._biases else out
-
-    def activations(self, expert: int, pre: torch.Tensor) -> torch.Tensor:
-        """One expert's neurons: [n, I * G] -> [n, I]."""
-        return self.block.gate(pre)
 
     def post(self, y: torch.Tensor) -> torch.Tensor:
         """The module's own step after each expert: [n, H] -> [n, H]."""
         out: torch.Tensor = y if self.block.post is None else self.block.post(y)
         return out
-
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Outputs of the picked experts [T, K, H], routing weights [T, K] -> [T, H]."""
-        return (y * weights.unsqueeze(2)).sum(dim=1)
 
 
 def _watched_forward(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

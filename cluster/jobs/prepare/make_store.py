@@ -18,7 +18,6 @@ from .writer import beside, discard, disk_errors, locked, require_space, sync_fo
 PARTIAL = ".partial"
 _OLD = ".old"
 REPLICA_WORK = ".replicas"  # beside a store: unfinished replicas
-ORDER_WORK = ".order"  # beside a store: unfinished layers in another neuron order
 
 
 def default_store_dir(model_dir: Path, cache_dir: Path | None = None) -> Path:
@@ -118,8 +117,7 @@ def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
         partial.rename(out)
         sync_folder(out.parent)
         discard(old)
-        for work in (REPLICA_WORK, ORDER_WORK):  # of the replaced store
-            discard(beside(out, work))
+        discard(beside(out, REPLICA_WORK))  # of the replaced store
 
 
 def is_current(out: Path, source: tuple[SourceFile, ...]) -> bool:
@@ -136,7 +134,7 @@ def refuse_foreign(out: Path) -> None:
     """Refuse to replace a folder that is not a store (a damaged one counts): it may be the user's."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    first = layer_name(0).removesuffix(".safetensors")  # a store with ordered neurons adds to the name
+    first = layer_name(0).removesuffix(".safetensors")
     marks = sum((out / name).is_file() for name in (MANIFEST_NAME, DENSE_NAME)) + any(out.glob(f"{first}*"))
     if marks < 2:
         raise StoreError(f"{out} exists and is not an expert store", "remove it, or choose a new folder")

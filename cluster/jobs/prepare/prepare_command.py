@@ -52,10 +52,6 @@ class Additions:
         int | None, Opt(help=f"Most tokens of that text; default: {CALIBRATION_TOKENS}.")
     ] = None
     group_size: Annotated[int | None, Opt(help="Inputs that share one scale: 32, 64 or 128; default: 64.")] = None
-    neuron_order: Annotated[
-        Path | None,
-        Opt(help="Sort each expert's neurons by their contribution on this text, for split experts.", metavar="TEXT"),
-    ] = None
     predictors: Annotated[
         Path | None,
         Opt(help="Add predictors of later layers' experts, trained on this text or trace.", metavar="TEXT|TRACE"),
@@ -113,7 +109,7 @@ class Additions:
 
     def _texts(self) -> list[Path]:
         """Texts on which experts in full precision are measured."""
-        found = [text for text in (self.neuron_order, self.gates) if text is not None]
+        found = [] if self.gates is None else [self.gates]
         if self.predictors is not None and not (self.predictors / HEADER_NAME).is_file():
             found.append(self.predictors)
         return found
@@ -140,16 +136,12 @@ class Additions:
     def _calls(
         self, model: Path, options: ReplicaOptions | None, text: Path | None, profiling: ProfileRequest | None
     ) -> Iterator[Callable[[Path], object]]:
-        if (order := self.neuron_order) is not None:  # before replicas, which are fitted to the order
-            from .neuron_order import order_neurons  # torch takes seconds: imported after the options are checked
-
-            yield lambda store: order_neurons(store, model, order)
         if options is not None:
             yield lambda store: add_replicas(store, model, options, text)
         predictors, gates = self.predictors, self.gates
         stride = _STRIDE if self.stride is None else self.stride
         if predictors is not None or gates is not None:
-            from .measures import add_gates, add_predictors
+            from .measures import add_gates, add_predictors  # torch: imported after the options are checked
 
             if predictors is not None:
                 yield lambda store: add_predictors(store, model, predictors, stride)
@@ -186,7 +178,7 @@ def _prepare(
     elif steps and out is None and cache_dir is None and not force:
         store = model
     else:
-        adding = "--bits, --neuron-order, --predictors, --gates, --profile"
+        adding = "--bits, --predictors, --gates, --profile"
         remedy = f"give its checkpoint, or only what is for a store: {adding}"
         raise ConfigError(f"{model} is a store already", remedy)
     additions.refuse_for(store)

@@ -290,7 +290,7 @@ def publish(
     named: Iterable[FileRecord],
     own: re.Pattern[str],
 ) -> None:
-    """Move finished files from the work folder into the store, then replace the manifest, then `sweep`.
+    """Move finished files from the work folder into the store, replace the manifest, and remove what it does not name.
 
     Args:
         named: every file of the manifest. own: pattern of the names of its kind of files.
@@ -303,11 +303,6 @@ def publish(
             (work / record.file).replace(store / record.file)
         sync_folder(store)
     write_file(store / manifest.file_name, manifest.encode())
-    sweep(store, work, named, own)
-
-
-def sweep(store: Path, work: Path, named: Iterable[FileRecord], own: re.Pattern[str]) -> None:
-    """Remove the files of a kind that the manifest does not name, and the work folder. Raises as `publish`."""
     names = {record.file for record in named}
     with disk_errors(store):
         for path in store.iterdir():
