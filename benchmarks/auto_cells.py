@@ -206,7 +206,8 @@ def replayed(
     policies = policies_of(settings, header, machine, budget, eviction, prefetch, drawn.popular)
     if rule == "auto":
         machine = machine.model_copy(update={"dense_s": machine.dense_s + PLANNER_S})
-        policies = replace(policies, believed=cell.machine(*belief, contention), without=Without[without])
+        link, near = belief
+        policies = replace(policies, believed=cell.machine(link, near, contention), without=Without[without])
     engine = SimulatedEngine(header, machine, budget, policies)
     filling = FILLING[cell.batch] * cell.batch
     serve(engine, drawn.requests[:filling], cell.batch)

@@ -44,6 +44,14 @@ class VirtualLink(Link):
     def busy_until(self) -> float | None:
         """When the copy under way ends; None: the link is idle."""
 
+    def busy_s(self) -> float:
+        """Seconds for which copies have been under way, up to now."""
+
+    def compute(self, seconds: float, share: float) -> None:
+        """
+        The clock moves to the end of kernels that take so long alone, and go at `share` of their speed beside copies.
+        """
+
 class CarryingLink(VirtualLink):
     def __init__(self, clock: Clock, copy_s: Callable[[int], float], late_s: float, carrier: object) -> None: ...
 
@@ -462,14 +470,6 @@ class Planner:
 
     def error(self) -> float:
         """Mean error of predicted layer times, as a share of the time."""
-
-def replay(rule: int, slots: int, shape: tuple[int, int, int, int, int, int], needed: numpy.typing.NDArray[numpy.int32], rows: numpy.typing.NDArray[numpy.int32], count: numpy.typing.NDArray[numpy.int32], predicted: numpy.typing.NDArray[numpy.int32], share: numpy.typing.NDArray[numpy.float32], prompts: numpy.typing.NDArray[numpy.int64], popular: numpy.typing.NDArray[numpy.int64], popular_tokens: float, truth: tuple[float, float, float, float, float, float, float, float], belief: tuple[float, float, float, float, float, float, float, float], without: int, start: bool, planner_s: float, first: int) -> tuple[float, float, float, int, int, int, int, int, int, int, int, int]:
-    """
-    A rule on a stated machine, for `bench auto` (`planner_replay.hpp`).
-
-    shape: layers, experts, top_k, batch, rounds, prompt_tokens. Gives decode_s, prompt_s, error, tokens, prompts,
-    needed, hits, loads, near, waits, fills, prefetches.
-    """
 
 class Placement:
     """Who runs a layer's experts."""
