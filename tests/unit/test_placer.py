@@ -5,6 +5,7 @@ The NDP placements in the engine, with a worker that computes exactly and dies w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
