@@ -301,7 +301,7 @@ class Kernels:
         ring = ring_of(operands.gate_up.device)
         named = {name: {f"triton {s}": s for s in some} for name, some in shapes_for(operands.gate_up.dtype).items()}
         if known is None:
-            found = {
+            found: Candidates = {
                 name: {label: TritonKernel(operands, activation, loop, ring, {name: s}) for label, s in some.items()}
                 for name, some in named.items()
             }
