@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ..core import _core
 from ..policies.plan import Where
 from .cache.cache import ExpertCache
-from .hooks import NO_KEYS
 
 if TYPE_CHECKING:
     from ..policies.routing import SequenceRows
@@ -26,7 +25,7 @@ class Placer:
 
     local = True
     hot_per_layer: int | None = None
-    keep: frozenset[int] = NO_KEYS
+    keep: frozenset[int] = frozenset()
     native: _core.Placement | None = None
 
     def __init__(self, cache: ExpertCache) -> None:

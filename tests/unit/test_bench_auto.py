@@ -61,7 +61,7 @@ def test_a_quick_run_reports_and_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(set(row["over_best"]) == set(RULES) for row in first["rows"])
     assert {row["best"] for row in first["rows"]} <= set(PUBLISHED)
     assert [len(one["variants"]) for one in first["variants"]] == [len(auto_cells.VARIANTS)] * 2
-    assert len(first["bars"]) == 4
+    assert len(first["bars"]) == 7
     monkeypatch.setattr(auto_cells, "draw", lambda *_: pytest.fail("it is finished"))
     again = auto(options, None).as_dict()
     assert (again["rows"], again["bars"]) == (first["rows"], first["bars"])
