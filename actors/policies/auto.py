@@ -191,16 +191,18 @@ class Auto:
             mean deviation: averages of `took`. Ends of that source are predicted d later, and half the deviation more.
             A link that copies for other layers counts. Of near data and both, the unused one loses 2% a layer of what
             it is worse. Of prompts a ratio instead, 1 to 4, which of unused sources goes to 1 by 2% a layer.
-        phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time.
-        w: 5 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
+        phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time; and
+            0.9^age, the age of its last use in tokens, which LRU orders by.
+        w: 6 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
             differences: w = A^-1 b, A += x (x - gamma x')^T, b += x used; every fourth expert, solved every 4 tokens.
         S[l]: seconds that one more resident of the layer would have saved; average of its layers with misses, of weight
             1 / (1 + n) at the n-th, at least 0.05.
         rho: share of the wanted background copies that got done.
         q: precision of each rank of the next router's prediction.
         shadows: of three rules with a cache of their own, LRU in each layer's share: on-demand (every miss over the
-            link), fill (every miss near data, and copied behind), split (misses over the link and near data, so that
-            the layer ends first); what holds which expert, and mean seconds of a token by the costs above.
+            link), fill (every miss near data, and copied behind, newest 24), split (misses over the link and near data, so
+            that the layer ends first, a load worth S / 4); who holds which expert, and mean seconds of a token by the
+            costs above. All begin a request with the residents that there are, if no other one decodes.
         owner: seconds of other GPUs' answers, over a message, g and, where they lack the expert, t; a factor.
 
     Flow of a layer, `plan`:
@@ -212,7 +214,8 @@ class Auto:
         3. Experts of other GPUs run on their owners. From the one that ends last one after the other goes near data,
            while it ends there before that GPU would: first what spares most there for its work. So many go as give the
            least end, plus S max(0, V' - v_1) for each that its owner would have loaded.
-        4. Background: misses computed near data are worth S (V' - v_1); predictions for layer l + 1
+        4. Background: misses computed near data are worth S (V' - v_1), or if more S R (q - q_1), q the request's
+           average, q_1 that of the resident of least V, R half of the tokens left of a request; predictions for layer l + 1
            S' q (timely + max(0, V' - v')). The best 24 stay in a pool until their layer comes. A copy may begin if its
            worth is at least its price: what it delays this layer's near-data work, plus for the part beyond the next
            layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1;
@@ -222,11 +225,14 @@ class Auto:
            most what its tries may cost: 1% of the time, less what earlier ones lost. If a layer ended so much sooner
            than predicted that at most half of its loss was left, the try goes on for 16; else the next one waits for
            twice as many layers and may cost half as much, five times at most. Owners alike, where all went near data.
-    Every 8 tokens: the rule whose shadow takes least over about 64 tokens is followed if it takes less than 0.97 of
-    what is seen, a miss for each expert that it holds and that was used in the last 8 tokens included. Its choice of
-    loads then takes the place of 2, 4 and 5, and V is 0.9^age. The own rule comes back when the followed one takes
-    longer than the own rule did before, which is forgotten by 1% every 8 tokens, so it is tried again. So what a prompt
-    or an average promises costs little once decodes do not confirm it. Not with several GPUs: a shadow knows one.
+    Every 8 tokens: the rule whose shadow takes least is followed if since the last change, or since the request began, it
+    would have saved the time of two tokens, and saves in 64 tokens what moving costs: a miss for each expert that it
+    holds and that was used in the last 8 tokens. So a loss of a quarter is seen after 8 tokens, one of 3% after 64. Its
+    choice of loads then takes the place of 2, 4 and 5, and V is 0.9^age, of a prompt's experts by how often it used them.
+    The own rule comes back, after 24 tokens at the earliest, when the followed one takes longer than the own rule is put
+    at: the best shadow's time, by what the own rule took over that (128 tokens that followed it), less 0.5% every 8
+    tokens, so it is tried again. So what a prompt or an average promises costs little once decodes do not confirm it.
+    Not with several GPUs: a shadow knows one.
     A prompt's layer is planned alike, by its own worth of a load and without what follows a decode. Where it uses more
     than half of the experts, the next layer is streamed ahead: as many of its absent experts, those of greatest V
     first, as the link can copy before its plan and find room. That layer's end is predicted with and without them, its

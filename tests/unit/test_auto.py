@@ -652,9 +652,10 @@ def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
     """Averages and temporal differences in NumPy, over 60 tokens of two layers."""
     layers, experts, gamma = 2, 8, 0.9
     planner, rng = auto(), np.random.default_rng(5)
-    w = np.array([0.0, 0.0, 0.0, 10.0, 0.0])
-    first, system, target = w.copy(), np.eye(5) * 20.0, 20.0 * w
-    phi = np.full((layers, experts, 4), 2 / experts)
+    w = np.array([0.0, 0.0, 0.0, 10.0, 0.0, 0.0])
+    first, system, target = w.copy(), np.eye(6) * 20.0, 20.0 * w
+    phi = np.full((layers, experts, 5), 2 / experts)
+    phi[:, :, 4] = 0.0
     value = np.zeros((layers, experts))
     for step in range(60):
         for layer in range(layers):
@@ -665,6 +666,7 @@ def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
             phi[layer, :, 0] = 0.7 * phi[layer, :, 0] + 0.3 * use
             phi[layer, :, 1] = 0.93 * phi[layer, :, 1] + 0.07 * use
             phi[layer, :, 2] += (use - phi[layer, :, 2]) / (80.0 + step)
+            phi[layer, :, 4] = np.where(use > 0, 1.0, 0.9 * phi[layer, :, 4])
             for e in range(experts):
                 if (e + step) % 4 == 0 and step > 0:
                     v1, v2 = np.array([1, *before[e]]), np.array([1, *phi[layer, e]])
@@ -675,7 +677,7 @@ def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
         if step % 4 == 3:
             w = np.linalg.solve(system, target)
             target = target * 0.99 + 0.2 * first
-            system = system * 0.99 + 0.2 * np.eye(5)
+            system = system * 0.99 + 0.2 * np.eye(6)
     assert planner.worths == pytest.approx(value)
     saved = planner.worth_s(0) / value[0, 0]
     assert planner.worth_s(5) == pytest.approx(saved * value[0, 5])
