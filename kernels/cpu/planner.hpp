@@ -33,6 +33,7 @@ struct PlannerCosts {
     double free_rows;          // rows of an expert that a near-data worker computes in the time of one
     double message_s;          // one message with work for near-data workers and its answer
     double dense_s;            // a layer's dense part
+    double beside = 1.0;       // an expert on the GPU takes so many times as long while near-data workers are at work
 };
 
 // Parts of the rule, for ablations; each bit set leaves one out.
@@ -226,14 +227,15 @@ class Planner {
             if (w < flying && off(Without::refusal)) break;
             if (w < flying - 4 && w > 0) continue;  // the far copies one by one, or none
             fill_spans(missing, flying, w);
-            double gpu = now_s + here_s, link = link0, gain = 0.0;
-            for (int i = 0; i < w; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s;
+            double gpu = now_s + here_s, link = link0, gain = 0.0, runs = here_s;
+            for (int i = 0; i < w; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s, runs += flights_[i].gpu_s;
             for (int k = 0; k <= missing; ++k) {
                 if (k) {
                     if (off(Without::split) && workers_) break;
                     const Need& m = misses_[k - 1];
                     link += costs_.copy_s;
                     gpu = std::max(gpu, link) + m.gpu_s;
+                    runs += m.gpu_s;
                     if (decode && follows_ == Follow::split) gain += kLoaded * saved;
                     else if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * more_worth(m.value, share_[k - 1], decode);
                 }
@@ -241,7 +243,7 @@ class Planner {
                 if (decode && follows_ == Follow::fill && k + w > 0) continue;
                 const double near = span_[k] > 0 ? near_end(start, span_[k], link) : now_s;
                 const Source by = source(span_[k] > 0, busy || k + w);
-                const double parts = std::max(gpu, near);
+                const double parts = std::max(gpu + (span_[k] > 0 ? beside_s(runs) : 0.0), near);
                 const double end = (decode ? parts + charge(by) : now_s + (parts - now_s) * slower(by)) - gain;
                 if (Split& found = best[(k + w > 0) + 2 * (span_[k] > 0)]; end < found.end) found = {end, k, w};
             }
@@ -268,6 +270,7 @@ class Planner {
         for (int i = missing - 1; i >= loads; --i) span = std::max(span, give(misses_[i], action, worker)), ++out.near_count;
         const double demand = link;
         if (away) run_away(away, now_s, start, demand, gpu, saved, least, kept, decode, busy || loads + waits, span, action, worker, out);
+        if (span > 0) gpu += beside_s(here_s + after);
         double near = span > 0 ? near_end(start, span, demand) : now_s;
         const double others = now_s + out.owner_s;
         const double plain = std::max({gpu, near, others});  // without background copies
@@ -319,7 +322,7 @@ class Planner {
             for (; h < hits; ++h) {
                 const int to = least_loaded();
                 const double more = std::max(span, load_[to] + hits_[h].work);
-                const double on_gpu = std::max(now_s + left - hits_[h].gpu_s + after, tail);
+                const double runs = left - hits_[h].gpu_s + after, on_gpu = std::max(now_s + runs, tail) + beside_s(runs);
                 const double end = std::max({on_gpu, near_end(start, more, demand, demand, t), others});
                 if (end + more_s >= was) break;
                 give(hits_[h], action, worker);
@@ -549,6 +552,8 @@ class Planner {
     double offset(Source by) const { return known(by).offset_s; }
     // Its offset, and more the more it errs.
     double charge(Source by) const { return offset(by) + kDoubt * known(by).spread_s; }
+    // Seconds more of experts on the GPU that run beside near-data work, since that takes cores or bandwidth.
+    double beside_s(double runs_s) const { return (costs_.beside - 1.0) * runs_s; }
     // Seconds of the last planned layer by its parts.
     double modelled_s() const { return std::max({0.0, here_s_, near_s_}); }
     // How many times as long as their parts a prompt's layers of a source take.
@@ -769,16 +774,17 @@ class Planner {
     double one_less(int missing, int flying, int waits, int moved, double now_s, double link0, double start, double here_s) {
         const int count = missing - 1;
         fill_spans(count, flying, waits, moved);
-        double gpu = now_s + here_s + misses_[count].gpu_s, link = link0, best = std::numeric_limits<double>::infinity();
-        for (int i = 0; i < waits; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s;
+        double runs = here_s + misses_[count].gpu_s, gpu = now_s + runs, link = link0, best = std::numeric_limits<double>::infinity();
+        for (int i = 0; i < waits; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s, runs += flights_[i].gpu_s;
         for (int k = 0; k <= count; ++k) {
             if (k) {
                 if (off(Without::split) && workers_) break;
                 link += costs_.copy_s;
                 gpu = std::max(gpu, link) + misses_[k - 1].gpu_s;
+                runs += misses_[k - 1].gpu_s;
             }
             if (!workers_ && span_[k] > 0) continue;
-            best = std::min(best, std::max(gpu, span_[k] > 0 ? near_end(start, span_[k], link) : now_s));
+            best = std::min(best, std::max(gpu + (span_[k] > 0 ? beside_s(runs) : 0.0), span_[k] > 0 ? near_end(start, span_[k], link) : now_s));
         }
         return best;
     }
@@ -839,7 +845,8 @@ class Planner {
     double shadow_end(double here_s, double gpu_s, int missing, int k, double work, double fills_s) const {
         if (k < missing && !workers_) return std::numeric_limits<double>::infinity();
         const double link_s = k ? k * costs_.copy_s : fills_s;
-        const double gpu = k ? std::max(here_s + k * gpu_s, link_s + gpu_s) : here_s;
+        const double runs = here_s + k * gpu_s;
+        const double gpu = (k ? std::max(runs, link_s + gpu_s) : here_s) + (k < missing ? beside_s(runs) : 0.0);
         const double near = k < missing ? near_end(costs_.message_s, work / workers_, link_s) : 0.0;
         return std::max(gpu, near) + std::max(0.0, offset(source(k < missing, link_s > 0)));
     }
@@ -998,7 +1005,8 @@ class Planner {
             if (rest > 0 && !workers_) continue;
             if (rest > 0 && off(Without::split) && k) break;
             const double link = loads * costs_.copy_s;
-            const double gpu = std::max((hits + loads) * gpu_s, loads > 0 ? link + gpu_s : 0.0);
+            const double runs = (hits + loads) * gpu_s;
+            const double gpu = std::max(runs, loads > 0 ? link + gpu_s : 0.0) + (rest > 0 ? beside_s(runs) : 0.0);
             const double near = rest > 0 ? near_end(costs_.message_s, std::max(1.0, rest / workers) * work, link) : 0.0;
             best = std::min(best, std::max(gpu, near));
         }

@@ -23,7 +23,7 @@ from tiermoe.actors.policies.auto import (
 
 HERE, WAIT, LOAD, NEAR, OWNER = Action
 COSTS = Costs(10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)  # a copy takes 10, near data 4, the GPU 1
-_SECONDS = (10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)
+_SECONDS = (10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0, 1.0)
 _NO_INTS, _NO_LONGS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32)
 ABSENT, LOADING, RESIDENT = 0, 1, 2
 
@@ -616,6 +616,15 @@ def test_within_5_percent_of_brute_force_on_average() -> None:
         over.append(end_s / best)
     assert np.mean(over) <= 1.05
     assert np.max(over) <= 1.25
+
+
+@pytest.mark.parametrize(("beside", "end_s", "near"), [(1.0, 4.0, 1), (3.0, 6.0, 1), (8.0, 11.0, 0)])
+def test_near_data_work_that_slows_the_gpu_is_charged_for_it(beside: float, end_s: float, near: int) -> None:
+    """Two hits of 1 beside a miss, which takes 4 near data and 11 over the link."""
+    planner = auto(COSTS._replace(beside=beside), without=Without.FUTURE | Without.RESIDENTS)
+    planner.states[0, :2] = RESIDENT
+    plan = planner.plan(0, np.array([0, 1, 2], np.int32), np.ones(3, np.int32), 0.0, 0.0)
+    assert (plan.end_s, plan.near_data) == (pytest.approx(end_s), near)
 
 
 def test_the_split_is_that_of_the_first_simulation() -> None:
