@@ -45,7 +45,7 @@ from .make_policies import (
     unasked_layers,
 )
 from .model.form_kernels import kernels_of, make_packed_kernel
-from .model.kernels import SteppedKernel, expert_seconds
+from .model.kernels import SteppedKernel, expert_seconds, run_seconds
 from .model.model import MoeBlock, attach, detach
 from .passes import Shared
 from .peers.auto import AutoPlacer, make_auto
@@ -175,8 +175,10 @@ class ExpertEngine:
         if placement.planned:
             make_ndp = self._make_optional_ndp if placement.optional_workers else self._make_ndp
             self.ndp = make_ndp(settings, shape, blocks, links.ndp)
-            gpu_s = expert_seconds(self.kernels.of(blocks[0]), self.cache.pool, min(self.top_k, PROBED))
-            probe = partial(probe_costs, self.cache, self.ndp, gpu_s, self.activations, self.top_k)
+            kernel, together = self.kernels.of(blocks[0]), min(self.top_k, PROBED)
+            gpu_s = expert_seconds(kernel, self.cache.pool, together)
+            here = partial(run_seconds, kernel, self.cache.pool, together)
+            probe = partial(probe_costs, self.cache, self.ndp, gpu_s, here, self.activations, self.top_k)
             score = router_scores(settings.policy, blocks) if placement.scored else None
             return make_auto(placement, self.cache, self.experts, self.top_k, self.shards, self.ndp, probe, score)
         if settings.policy.uses_ndp:
