@@ -193,11 +193,8 @@ class GpuWorker:
         """The memory that expert slots and KV cache share; None: each has its own."""
         if self._engine.cache.memory is None:
             return None
-        try:
-            from .engine.serving.shared_memory import SharedMemory
-        except ImportError:
-            self._engine.notes.append("the KV cache has its own memory: this version of transformers is too old")
-            return None
+        from .engine.serving.shared_memory import SharedMemory
+
         return SharedMemory(self._engine.cache, self._engine.resize, self._engine.alone)
 
     def _begin(self, stage: str) -> None:

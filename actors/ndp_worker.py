@@ -48,7 +48,7 @@ class NdpWorker:
         index: number among the NDP workers, 0..N-1. Each maps all experts, so any can compute any.
 
     Raises:
-        StoreError: the store or its replicas are damaged. ConfigError: the hardware profile or the cores are wrong.
+        StoreError: the store or its replicas are damaged. ConfigError: the device to model or the cores are wrong.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class NdpWorker:
     ) -> None:
         self._settings, self._index = settings, index
         try:
-            self._profile = settings.profile
+            self._device = settings.device
         except ValueError as error:
-            raise ConfigError(f"the hardware profile of the NDP worker: {error}", "see configs/hardware") from error
+            raise ConfigError(f"the NDP device to model: {error}", "see configs/hardware") from error
         self._open(store, verify)
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
         self._threads = _threads(settings, index)
@@ -107,7 +107,7 @@ class NdpWorker:
             "index": self._index,
             "address": self.address,
             "pid": os.getpid(),
-            "profile": self._profile.name,
+            "profile": self._device.name,
             "paced": self._settings.pace,
             "threads": self._settings.worker_threads,
             "cores": ",".join(map(str, self._settings.cores_of(self._index))),
@@ -183,7 +183,7 @@ class NdpWorker:
             for bits, n in zip(batch.bits.tolist(), rows, strict=True)
             if n
         ]
-        return batch_cost(self._profile, works, batch.hidden.nbytes, bytes_out).total_s
+        return batch_cost(self._device, works, batch.hidden.nbytes, bytes_out).total_s
 
 
 def _threads(settings: NdpSettings, index: int) -> Threads:

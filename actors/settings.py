@@ -11,13 +11,13 @@ from pydantic import Field, model_validator
 
 from .base_settings import Settings, in_panel, in_unit
 from .budget import Budget
-from .policies.cost import NdpProfile
+from .policies.cost import NdpDevice
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
 
 CompileMode = Literal["auto", "off", "native", "default", "graphs"]
 Attention = Literal["auto", "sdpa", "eager", "flash", "triton"]
-ExpertKernelName = Literal["auto", "loop", "triton", "grouped"]
+ExpertKernelName = Literal["auto", "loop", "triton"]
 
 Transport = Literal["auto", "shm", "grpc"]
 
@@ -114,11 +114,11 @@ class NdpSettings(Settings):
         return self.threads or 1
 
     @property
-    def profile(self) -> NdpProfile:
+    def device(self) -> NdpDevice:
         """The modelled device. Raises ValueError: its figures are malformed, or only named."""
         if isinstance(self.hardware, str):
             raise ValueError(f"'{self.hardware}' is a name, and the figures are needed")
-        return NdpProfile.from_dict(self.hardware)
+        return NdpDevice.from_dict(self.hardware)
 
     def cores_of(self, index: int) -> tuple[int, ...]:
         """The cores of worker 0..N-1, one for each thread; none: any. Fewer than threads are refused before a start."""
@@ -292,7 +292,7 @@ class EngineOptions(Settings):
         "step)",
     )
     expert_kernel: ExpertKernelName = Field(
-        default="auto", description="kernel that computes experts on a GPU; auto: the fastest, measured at start"
+        default="auto", description="kernel that computes experts on a GPU; auto: triton, where it can"
     )
     compile: CompileMode = Field(
         default="auto",

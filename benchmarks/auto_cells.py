@@ -1,52 +1,44 @@
-"""Cells of `bench auto`: the planner of `auto` and the fixed rules of the field on the same routing and machine.
+"""Cells of `bench auto`: the preset `auto` and the rules of the field on the same routing and machine.
 
-A cell is a shape, a family of routing, a budget, a link, a host's memory bandwidth and a batch. Each rule replays the
-same routing on the same machine in discrete events (`kernels/cpu/planner_replay.hpp`); the planner there is the object
-that the engine uses.
+A cell is a shape, a family of routing, a budget, a link, a host's memory bandwidth and a batch. Each rule is a preset,
+and the simulated executor runs it: the engine's own cache, layers and placements on a virtual clock. What a preset
+does is in configs/policies and in the class that it names; there is no other statement of it here.
 
-Rules, each as published as we read it:
+    on-demand, next-gate             every miss over the link
+    ktransformers                    the experts that other requests used most stay, all others run on the CPU
+    llama-cpp-cache, freetoken, hybrimoe    `policies.hybrid`
+    context-ndp-full                 a prompt's most important experts, fixed for the decode
 
-    on-demand        every miss over the link; LRU of each layer
-    next-gate        on-demand, and the next router's top-K are prefetched
-    ktransformers    the experts that other requests used most stay on the GPU, all others run on the CPU
-    llama-cpp-cache  LRU; misses run on the CPU and are copied behind it, oldest dropped
-    freetoken        one LRU over all layers; of each step's misses link : CPU by standalone rates, most recently used
-                     first (arXiv 2608.16157)
-    hybrimoe         list schedule over link and CPU by standalone rates, prefetch while the link is idle, score-based
-                     cache (arXiv 2504.05897), without CPU work on cached experts
-    context+cpu      after a prompt the experts that it used most, fixed for the decode; all others run on the CPU
-
-`+start`: the same, and after a prompt the slots hold its most used experts among those that were here or loaded in it;
-ktransformers+start is context+cpu. Prompts: on-demand, next-gate and context+cpu load every miss; the other rivals
-split each layer at its best; the planner decides by its own rule. What a prompt did not load is not there after it.
-
-`policies.hybrid` states four of the rules for the engine, in Python, where a layer takes 130 to 370 us; here it takes 2
-to 4, and half of the grid has 10^8 layers. hybrimoe there also gives cached experts to the CPU.
+The near-data worker is the host's CPU, which shares the host's memory with the link: it slows down beside copies.
 
 Not modelled: host overheads of a copy or a wait, cores that the GPU's driver takes, NUMA, several near-data workers,
-kernels below the memory's bandwidth, prompts of over 64 tokens, requests that come and go one by one.
+kernels below the memory's bandwidth, longer prompts, requests that come and go one by one. The planner's own time is
+charged as `PLANNER_S`, that of the other rules is not.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.core import _core
-from tiermoe.actors.policies.auto import Auto, Costs, Without
-from tiermoe.cluster.config import default_model_dir
+from tiermoe.actors.budget import Budget
+from tiermoe.actors.policies.auto import Without
+from tiermoe.actors.policies.cost import NdpDevice
+from tiermoe.cluster.config import default_model_dir, load_policy
+from tiermoe.cluster.jobs.replay import checked_prefetch, popularity
+from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, eviction_of, policies_of
+from tiermoe.cluster.simulate.hit_rates import serve
+from tiermoe.cluster.simulate.machine import Machine
 from tiermoe.cluster.simulate.shapes import shape_named
-from tiermoe.cluster.simulate.statistics import loads
-from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator, agreement, blurred, top
-from tiermoe.cluster.simulate.trace import Trace
+from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator
+from tiermoe.cluster.simulate.trace import Iteration, Request, Trace, TraceHeader
+from tiermoe.cluster.simulate.trace_writer import Rows
 from tiermoe.cluster.yaml_file import read_yaml
 
 SHAPES = {  # dense bytes of a layer, by our count of attention, shared experts and norms
@@ -54,17 +46,17 @@ SHAPES = {  # dense bytes of a layer, by our count of attention, shared experts 
 }  # fmt: skip
 BUDGETS, LINKS_GBPS, HOSTS_GBPS, BATCHES = (0.125, 0.25, 0.5, 0.75), (12.5, 25.0, 50.0), (40.0, 100.0, 400.0), (1, 4, 8)
 GPU_BYTES_S, LAUNCH_S, DENSE_S, COPY_S, MESSAGE_S = 1.5e12, 5e-6, 40e-6, 10e-6, 25e-6
+PLANNER_S = 5e-6  # of `plan` and `used` in a layer of these shapes: 3 to 9 us on our machine
 USABLE, LINK_SHARE = 0.85, 0.8  # of a host's bandwidth; of that, what a link takes at most
 FLOP_PER_BYTE = 12.0  # of the CPU: rows that one reading of an expert feeds, at 16 bits
-PROMPT, DECODE, OTHERS = 64, 96, 6  # tokens; requests whose popularity is known
-ROUNDS = {1: 4, 4: 2, 8: 2}  # of requests together; at batch 1 the first round is not counted, else the first half
-RECALL = 0.86  # of the next router
+PROMPT, DECODE, OTHERS = 64, 96, 4  # tokens; requests whose popularity is known
+ROUNDS, FILLING = {1: 4, 4: 2, 8: 2}, {1: 2, 4: 1, 8: 1}  # of requests together; the first ones, which fill the cache
+DISTANCES = 3  # layers ahead for which routers are asked: as far as hybrimoe looks
 RECORDED = "recorded"  # the family of routing that `recorded` gives
 RULES = (
-    "on-demand", "next-gate", "ktransformers", "llama-cpp-cache", "freetoken", "hybrimoe", "context+cpu", "auto",
+    "on-demand", "next-gate", "ktransformers", "llama-cpp-cache", "freetoken", "hybrimoe", "context-ndp-full", "auto",
 )  # fmt: skip
 PUBLISHED = RULES[:-1]
-STARTED = tuple(f"{name}+start" for name in ("on-demand", "next-gate", "llama-cpp-cache", "freetoken", "hybrimoe"))
 VARIANTS: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("auto.yaml"))["variants"]
 
 
@@ -86,16 +78,26 @@ class Cell:
             f"batch {self.batch}"
         )
 
-    def costs(self) -> Costs:
-        """The machine's: copies and the CPU share the host's memory."""
+    def machine(self, link: float = 1.0, near: float = 1.0, contention: bool = True) -> Machine:
+        """Copies and the CPU share the host's memory. The header's experts have 16 bits, so bandwidths are scaled.
+
+        link, near: factors of the time of a copy, and of an expert on the CPU. contention: copies slow the CPU down.
+        """
         shape = shape_named(self.shape)
         usable = USABLE * self.host_gbps * 1e9
-        link = min(self.link_gbps * 1e9, LINK_SHARE * usable)
-        expert = shape.expert_bytes
-        return Costs(
-            copy_s=COPY_S + expert / link, gpu_s=LAUNCH_S + expert / GPU_BYTES_S, gpu_row_s=0.0,
-            near_s=expert / usable, near_busy_s=expert / (usable - link), free_rows=FLOP_PER_BYTE * shape.bits / 16,
-            message_s=MESSAGE_S, dense_s=DENSE_S + SHAPES[self.shape] / GPU_BYTES_S,
+        link_bytes_s = min(self.link_gbps * 1e9, LINK_SHARE * usable)
+        wide = 16 / shape.bits
+        cpu_gbps = 1e-9 * usable * wide / near
+        cpu = NdpDevice(
+            "cpu", memory_gbps=cpu_gbps, capacity_bytes=1 << 44, arrays=1, array_cols=1, clock_ghz=cpu_gbps / 2,
+            array_rows=round(FLOP_PER_BYTE / wide), narrowest_bits=16, link_gbps=1e-9 * usable,
+            link_latency_us=1e6 * MESSAGE_S / 2,
+        )  # fmt: skip
+        return Machine(
+            name=self.name, forward_s=0, dense_s=DENSE_S + SHAPES[self.shape] / GPU_BYTES_S, dense_row_s=0,
+            expert_s=LAUNCH_S + shape.expert_bytes / GPU_BYTES_S, expert_row_s=0,
+            link_gbps=1e-9 * link_bytes_s * wide / link, link_latency_us=1e6 * COPY_S * link, ndp=cpu,
+            ndp_share=1 - link_bytes_s / usable if contention else 1,
         )  # fmt: skip
 
 
@@ -134,215 +136,112 @@ def recorded_cells(share: float) -> list[Cell]:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Requests of one shape, family and seed: ids [R, t, L, K], ranks [R, t, L, E], predicted by recall [R, t, L, P],
-    prompts [R, L, E] of `prompt` tokens each, uses of other requests [L, E] and their tokens."""
+    """Routing of one shape, family and seed. popular: uses of each expert by other requests [L, E]."""
 
-    layers: int
-    experts: int
-    top_k: int
-    ids: NDArray[np.int32]
-    ranks: NDArray[np.uint8]
-    predicted: dict[float, NDArray[np.int32]]
-    prompts: NDArray[np.int64]
+    header: TraceHeader
+    requests: list[Request]
     popular: NDArray[np.int64]
-    tokens: int
-    prompt: int = PROMPT
 
 
-def draw(
-    shape_name: str, family: str, seed: int, layers: int, requests: int, decode: int, recalls: Sequence[float]
-) -> Drawn:
+def header_of(shape_name: str, layers: int, experts: int, top_k: int, distances: int) -> TraceHeader:
+    """Of experts of a shape's size, at 16 bits."""
+    shape = shape_named(shape_name)
+    return TraceHeader(
+        model=shape_name, fingerprint="drawn", layers=layers, experts=experts, top_k=top_k, hidden=shape.hidden,
+        distances=distances, slot_bytes=2 * 3 * shape.hidden * shape.intermediate, expert_dtype="bfloat16",
+    )  # fmt: skip
+
+
+def draw(shape_name: str, family: str, seed: int, layers: int, requests: int, decode: int) -> Drawn:
     """Draw requests of synthetic routing; `layers` of the shape's, none of them: all."""
     shape = shape_named(shape_name)
-    count, experts, k = min(shape.moe_layers, layers or shape.moe_layers), shape.experts, shape.top_k
-    generator, rng = Generator(FAMILIES[family], count, experts, k, seed, PROMPT), np.random.default_rng(100 + seed)
-    named = min(2 * k, experts)
-    popular = np.zeros((count, experts), np.int64)
-    for _ in range(OTHERS):
-        popular += _uses(top(generator.logits(generator.tokens(PROMPT + decode)), k), experts)
-    ids, ranks, prompts = [], [], []
-    predicted: dict[float, list[NDArray[np.int32]]] = {recall: [] for recall in recalls}
-    for _ in range(requests):
-        logits = generator.logits(generator.tokens(PROMPT + decode))
-        prompts.append(_uses(top(logits[:PROMPT], k), experts))
-        logits = logits[PROMPT:]
-        order = np.argsort(-logits, axis=-1)
-        ids.append(order[..., :k].astype(np.int32))
-        place = np.empty(order.shape, np.uint8)
-        np.put_along_axis(place, order, np.arange(experts, dtype=np.uint8), -1)
-        ranks.append(place)
-        for recall, found in predicted.items():
-            seen = blurred(logits, agreement(FAMILIES[family], count, experts, k, recall), rng)
-            found.append(top(seen, named).astype(np.int32))
-    return Drawn(
-        count, experts, k, np.stack(ids), np.stack(ranks), {r: np.stack(p) for r, p in predicted.items()},
-        np.stack(prompts), popular, OTHERS * (PROMPT + decode),
-    )  # fmt: skip
+    count = min(shape.moe_layers, layers or shape.moe_layers)
+    header = header_of(shape_name, count, shape.experts, shape.top_k, min(DISTANCES, count - 1))
+    generator = Generator(FAMILIES[family], count, shape.experts, shape.top_k, seed, PROMPT)
+    drawn = [
+        request_of(header, number, rows, PROMPT)
+        for number, rows in enumerate(generator.requests(OTHERS + requests, PROMPT + decode, header.distances))
+    ]
+    return Drawn(header, drawn[OTHERS:], popularity(header, drawn[:OTHERS]))
 
 
-def recorded(others: int = 2) -> Drawn:
-    """The routing of the default model on held-out text, as it ships; the first requests are the others'."""
+def request_of(header: TraceHeader, number: int, rows: Rows, prompt: int) -> Request:
+    """A request whose first rows are its prompt; the others decode one by one."""
+    nothing = np.zeros(1, np.float32)  # nobody reads embeddings here
+    arrays = {name: getattr(rows, name).astype(dtype) for name, (dtype, _) in header.row_arrays().items()}
+
+    def iteration(start: int, stop: int, decode: bool) -> Iteration:
+        return Iteration(decode, embedding=nothing, **{name: found[start:stop] for name, found in arrays.items()})
+
+    steps = [iteration(t, t + 1, True) for t in range(prompt, len(rows.tokens))]
+    return Request(number, prompt, nothing, (iteration(0, prompt, False), *steps))
+
+
+def recorded() -> Drawn:
+    """The routing of the default model on held-out text, as it ships, as of experts of Qwen3-30B-A3B."""
     trace = Trace(default_model_dir() / "routing")
-    header, requests = trace.header, list(trace.requests())
-    layers, experts, k = header.layers, header.experts, header.top_k
-    others_ids = np.concatenate([step.ids for one in requests[:others] for step in one.iterations])  # [t, L, K]
-    prompts, ids, ranks, predicted = [], [], [], []
-    for one in requests[others:]:
-        first, *rest = one.iterations
-        prompts.append(_uses(first.ids, experts))
-        ids.append(np.concatenate([step.ids for step in rest]).astype(np.int32))
-        scores = np.concatenate([step.probabilities for step in rest])
-        ranks.append(np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1).astype(np.uint8))
-        ahead = np.concatenate([step.next_ids[:, :, 0] for step in rest]).astype(np.int32)  # of layer l + 1, at l
-        predicted.append(np.roll(ahead, 1, axis=1))
-    return Drawn(
-        layers, experts, k, np.stack(ids), np.stack(ranks), {RECALL: np.stack(predicted)}, np.stack(prompts),
-        _uses(others_ids, experts), len(others_ids), len(requests[0].iterations[0].ids),
-    )  # fmt: skip
-
-
-def _uses(ids: NDArray[np.integer], experts: int) -> NDArray[np.int64]:
-    """Of each expert [L, E], by ids [t, L, K]."""
-    return loads(ids.transpose(1, 0, 2), experts).astype(np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class Steps:
-    """Decode steps of requests together, as `_core.replay` takes them."""
-
-    needed: NDArray[np.int32]
-    rows: NDArray[np.int32]
-    count: NDArray[np.int32]
-    predicted: dict[float, NDArray[np.int32]]
-    share: NDArray[np.float32]
-    prompts: NDArray[np.int64]
-    rounds: int
-    first: int
-
-
-def together(drawn: Drawn, batch: int) -> Steps:
-    """The first requests in rounds of `batch`, step by step."""
-    rounds = min(ROUNDS[batch], len(drawn.ids) // batch)
-    n, decode = rounds * batch, drawn.ids.shape[1]
-    layers, experts, k = drawn.layers, drawn.experts, drawn.top_k
-
-    def stepped(values: NDArray[Any]) -> NDArray[Any]:  # [R, t, L, X] -> [S, L, batch, X]
-        by_round = values[:n].reshape(rounds, batch, decode, layers, -1)
-        return np.ascontiguousarray(by_round.transpose(0, 2, 3, 1, 4)).reshape(rounds * decode, layers, batch, -1)
-
-    ids = stepped(drawn.ids).reshape(rounds * decode, layers, batch * k)
-    used = np.zeros((rounds * decode, layers, experts), np.int32)
-    np.add.at(used, (np.arange(len(ids))[:, None, None], np.arange(layers)[None, :, None], ids), 1)
-    widest = min(experts, batch * k)
-    needed = np.argsort(-used, axis=-1, kind="stable")[..., :widest].astype(np.int32)
-    # as `policies.auto.router_shares`
-    softness = 0.33 * k
-    asked = 1 / (1 + np.exp(np.minimum(60.0, (np.arange(256, dtype=np.float32) + 0.5 - k) / softness)))
-    share = (1 - np.prod(1 - asked[stepped(drawn.ranks)], axis=2)).astype(np.float32)
-    return Steps(
-        needed, np.take_along_axis(used, needed, -1), (used > 0).sum(-1).astype(np.int32),
-        {recall: stepped(p) for recall, p in drawn.predicted.items()}, share,
-        drawn.prompts[:n].reshape(rounds, batch, layers, experts).sum(1), rounds,
-        decode if batch == 1 and rounds > 1 else decode // 2 if rounds == 1 else decode,
-    )  # fmt: skip
+    of, requests = trace.header, list(trace.requests())
+    header = header_of("qwen3-30b-a3b", of.layers, of.experts, of.top_k, of.distances)
+    return Drawn(header, requests[2:], popularity(header, requests[:2]))
 
 
 # -- replays -----------------------------------------------------------------------------------------------------------
 
 
 def replayed(
-    drawn: Drawn, steps: Steps, cell: Cell, rule: str, planner_s: float, *, start: bool | None = None,
-    belief: Sequence[float] = (1.0, 1.0), contention: bool = True, without: str = "NOTHING",
-    recall: float = RECALL,
+    drawn: Drawn, cell: Cell, rule: str, *, belief: Sequence[float] = (1.0, 1.0), contention: bool = True,
+    without: str = "NOTHING",
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of a decoded token, of a prompt and of a request, and shares of the needed experts.
+    """Seconds of a decoded token, of a prompt and of a request; shares of the experts that decodes need.
 
     Args:
-        rule: one of RULES, or one with `+start`. start: whether residents are chosen after a prompt; None: auto does.
-        belief: factors of the start values of link and CPU that the planner has. contention: it has `near_busy_s`, too.
+        rule: a preset. belief: factors of the start values of link and CPU that a planner has. contention: it knows
+            that copies slow the CPU down.
         without: name of a part of `Without`.
     """
-    name, started = rule.removesuffix("+start"), rule.endswith("+start")
-    costs = cell.costs()
-    near_s = costs.near_s * belief[1]
-    busy_s = costs.near_busy_s * belief[1] if contention else near_s
-    believed = costs._replace(copy_s=costs.copy_s * belief[0], near_s=near_s, near_busy_s=busy_s)
-    slots = max(1, int(cell.budget * drawn.experts))
-    shape = (drawn.layers, drawn.experts, drawn.top_k, cell.batch, steps.rounds, drawn.prompt)
-    decode_s, prompt_s, error, tokens, prompts, needed, hits, loads, ran_near, waits, fills, fetched = _core.replay(
-        RULES.index(name), slots, shape, steps.needed, steps.rows, steps.count, steps.predicted[recall], steps.share,
-        steps.prompts, drawn.popular, float(drawn.tokens), costs, believed, int(Without[without]),
-        (started or name == "auto") if start is None else start, planner_s, steps.first,
-    )  # fmt: skip
-    token_s = decode_s / tokens
-    first_s = prompt_s / max(1, prompts // cell.batch) if prompts else 0.0  # of a round's prompts
+    settings, header, machine = load_policy(rule), drawn.header, cell.machine()
+    budget = Budget(share=cell.budget)
+    eviction = eviction_of(settings, header)
+    prefetch = checked_prefetch(settings, replace(context_of(header), eviction=eviction), header)
+    policies = policies_of(settings, header, machine, budget, eviction, prefetch, drawn.popular)
+    if rule == "auto":
+        machine = machine.model_copy(update={"dense_s": machine.dense_s + PLANNER_S})
+        link, near = belief
+        policies = replace(policies, believed=cell.machine(link, near, contention), without=Without[without])
+    engine = SimulatedEngine(header, machine, budget, policies)
+    filling = FILLING[cell.batch] * cell.batch
+    serve(engine, drawn.requests[:filling], cell.batch)
+    engine.reset_stats()
+    counted = drawn.requests[filling : ROUNDS[cell.batch] * cell.batch]
+    served, stats = serve(engine, counted, cell.batch), engine.live_stats()
+    steps = sum(len(one.iterations) - 1 for one in counted) / len(counted)
+    hits, loads, near = stats.decode_hits, stats.decode_misses, stats.decode_ndp_experts
+    needed = max(1, hits + loads + near)
     return {
-        "token_s": token_s, "prompt_s": first_s, "request_s": first_s + token_s * drawn.ids.shape[1], "error": error,
-        "hits": hits / needed, "loads": loads / needed, "near": ran_near / needed, "waits": waits / needed,
-        "fills": fills / needed, "prefetches": fetched / needed,
+        "token_s": served.tpot_s, "prompt_s": served.ttft_s, "request_s": served.ttft_s + served.tpot_s * steps,
+        "error": 0.0 if stats.planner is None else stats.planner.error, "hits": hits / needed, "loads": loads / needed,
+        "near": near / needed,
     }  # fmt: skip
 
 
-def planner_us(shape_name: str, batch: int, layers: int = 8, rounds: int = 5) -> float:
-    """Microseconds of `plan` and `used` for a layer, in this process: median of the fastest of `rounds`, since other
-    work on the machine only adds."""
-    shape, rng = shape_named(shape_name), np.random.default_rng(0)
-    experts, k = shape.experts, shape.top_k
-    states = np.zeros((layers, experts), np.uint8)
-    states[:, : max(1, experts // 4)] = 2
-    costs = Cell(shape_name, "flat", 0.25, 25.0, 100.0, batch).costs()
-    planner = Auto(layers, experts, k, max(1, experts // 4), costs, 1, states)
-    inputs = []
-    for _ in range(8):
-        ids = np.stack([rng.permutation(experts)[:k] for _ in range(batch)])
-        experts_of, counts = np.unique(ids, return_counts=True)
-        ahead = np.stack([rng.permutation(experts)[: min(2 * k, experts)] for _ in range(batch)]).astype(np.int32)
-        inputs.append((experts_of.astype(np.int32), counts.astype(np.int32), ahead))
-    share = np.zeros(experts, np.float32)
-
-    def spent() -> Iterator[float]:
-        for step in range(40):
-            for layer in range(layers):
-                needed, rows, ahead = inputs[(step + layer) % 8]
-                begun = perf_counter()
-                if layer + 1 < layers:
-                    planner.predict(layer + 1, ahead)
-                planner.plan(layer, needed, rows, 0.0, 0.0)
-                planner.used(layer, needed, share)
-                yield perf_counter() - begun
-
-    return 1e6 * min(median(spent()) for _ in range(rounds))
-
-
-def group(
-    cells: Sequence[Cell], seed: int, layers: int, decode: int, own_us: dict[str, float], variants: Sequence[Cell]
-) -> list[dict[str, Any]]:
+def group(cells: Sequence[Cell], seed: int, layers: int, decode: int, variants: Sequence[Cell]) -> list[dict[str, Any]]:
     """The lines of cells of one shape and family at one seed; variants: cells that run all VARIANTS, too."""
-    first = (cells or variants)[0]
-    needs = sorted({cell.batch for cell in (*cells, *variants)})
-    recalls = (RECALL, 0.6) if variants else (RECALL,)
-    requests = max(batch * ROUNDS[batch] for batch in needs)
-    if first.family == RECORDED:
-        drawn = recorded()
-    else:
-        drawn = draw(first.shape, first.family, seed, layers, requests, decode, recalls)
+    first, requests = (cells or variants)[0], max(cell.batch * ROUNDS[cell.batch] for cell in (*cells, *variants))
+    real = first.family == RECORDED
+    drawn = recorded() if real else draw(first.shape, first.family, seed, layers, requests, decode)
     lines = []
-    for batch in needs:
-        steps = together(drawn, batch)
-        own_s = 1e-6 * own_us[f"{first.shape} {batch}"]
-        for cell in (one for one in cells if one.batch == batch):
-            found = {rule: replayed(drawn, steps, cell, rule, own_s) for rule in (*RULES, *STARTED)}
-            line = {"cell": cell.name, "seed": seed} | {
-                measure: {rule: one[measure] for rule, one in found.items()}
-                for measure in ("token_s", "prompt_s", "request_s")
-            }
-            line["auto"] = {name: v for name, v in found["auto"].items() if not name.endswith("_s")}
-            lines.append(line)
-        for cell in (one for one in variants if one.batch == batch):
-            times = {
-                name: replayed(drawn, steps, cell, "auto", own_s, **changes)["token_s"]
-                for name, changes in VARIANTS.items()
-            }
-            best = min(replayed(drawn, steps, cell, rule, own_s)["token_s"] for rule in PUBLISHED)
-            lines.append({"cell": cell.name, "seed": seed, "variants": {n: t / best for n, t in times.items()}})
+    for cell in cells:
+        found = {rule: replayed(drawn, cell, rule) for rule in RULES}
+        line = {"cell": cell.name, "seed": seed} | {
+            measure: {rule: one[measure] for rule, one in found.items()}
+            for measure in ("token_s", "prompt_s", "request_s")
+        }
+        line["auto"] = {name: v for name, v in found["auto"].items() if not name.endswith("_s")}
+        lines.append(line)
+        if cell in variants:
+            best_s = min(found[rule]["token_s"] for rule in PUBLISHED)
+            tried = {name: replayed(drawn, cell, "auto", **changes) for name, changes in VARIANTS.items()}
+            lines.append({
+                "cell": cell.name, "seed": seed, "variants": {n: one["token_s"] / best_s for n, one in tried.items()},
+            })  # fmt: skip
     return lines

@@ -165,9 +165,9 @@ class Auto(Options):
     """The planner of `auto` against the field's fixed rules, simulated: shapes x routing x budgets x links x hosts."""
 
     measure = "auto.auto"
-    share: float = Field(1.0, gt=0, le=1, description="Share of the cells, drawn at random beforehand.")
+    share: float = Field(0.06, gt=0, le=1, description="Share of the cells, drawn at random beforehand.")
     seeds: int = Field(5, ge=1, description="Seeds of the routing, from 1 on.")
-    layers: int = Field(0, ge=0, description="Layers of each shape; default: 0, all of them.")
+    layers: int = Field(8, ge=0, description="Layers of each shape; 0: all of them.")
     variant_cells: int = Field(36, ge=0, description="Cells of the ablation and of wrong costs.")
     jobs: int = Field(2, ge=1, description="Processes.")
     journal: Path | None = Field(

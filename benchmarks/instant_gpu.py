@@ -228,7 +228,8 @@ def instant_gpu() -> Iterator[InstantGpu]:
         from tiermoe.kernels.triton.expert_ffn import TritonKernel
     except ImportError:
         raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
-    gpu, before = InstantGpu(), list[tuple[Any, str, Any]]()
+    gpu: Any = InstantGpu()
+    before = list[tuple[Any, str, Any]]()
     driver = _launch.Driver(ctypes.cast(_double().launch_nothing, ctypes.c_void_p).value or 0)
     copying = tables.copying()
     gpu.copier = tables.copier_of(gpu.device, copying, partial(int, gpu.current()))

@@ -183,8 +183,8 @@ class ActorGroup:
         from ..actors.matcher import Matcher, ShardLinks
 
         settings, named = self._settings, {}
-        if settings.policy.prefetch.kind == "expert-map" and self._links("shard"):
-            named = {"shards": ShardLinks(settings.shards, self._links("shard"))}
+        if links := self._links("shard"):
+            named = {"shards": ShardLinks(settings.shards, links)}
         # on the matcher's node; what Ray restarts there begins with it
         folder = self._launch.scratch or Path(tempfile.gettempdir()) / f"tiermoe-{self.name}"
         return self._start(

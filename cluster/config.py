@@ -18,7 +18,7 @@ from ..actors.base_settings import Settings, in_panel, in_unit
 from ..actors.budget import Budget
 from ..actors.combinations import Refusal, check_combination, refuse_first
 from ..actors.gpu_driver import absent, check_gpu, gpus_free_bytes, has_gpu, hidden
-from ..actors.policies.cost import NdpProfile
+from ..actors.policies.cost import NdpDevice
 from ..actors.policies.sharding import Ownership
 from ..actors.policy_settings import PolicySettings
 from ..actors.settings import (
@@ -278,11 +278,11 @@ def chosen_policy(name_or_path: str) -> PolicySettings:
     return _policy(AUTO if name_or_path == DEFAULT_POLICY else name_or_path, (DEFAULT_POLICY,))
 
 
-def load_hardware(hardware: str | Mapping[str, Any]) -> NdpProfile:
-    """The profile of an NDP device: its figures, its name in configs/hardware, or the path of any such file.
+def load_hardware(hardware: str | Mapping[str, Any]) -> NdpDevice:
+    """An NDP device: its figures, its name in configs/hardware, or the path of any such file.
 
     Raises:
-        ConfigError: no such profile or file, or its content is refused.
+        ConfigError: no such device or file, or its content is refused.
     """
     if isinstance(hardware, str):
         path = _preset("hardware", hardware, "hardware")
@@ -290,7 +290,7 @@ def load_hardware(hardware: str | Mapping[str, Any]) -> NdpProfile:
     else:
         source, figures = "ndp.hardware", dict(hardware)
     try:
-        return NdpProfile.from_dict(figures)
+        return NdpDevice.from_dict(figures)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}", "compare it with configs/hardware/paper-ndp.yaml") from error
 

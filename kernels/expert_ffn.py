@@ -1,16 +1,14 @@
-"""Expert FFN on slots: the interface, the torch and C++ kernels, and the choice by rows."""
+"""Expert FFN on slots: the interface, and the torch and C++ kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from . import _cpu, _launch
 from .packed_ffn import ACTIVATIONS
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from typing_extensions import CapsuleType
 
 CPU_MAX_ROWS = 8  # rows of one expert above which blocked GEMMs beat the C++ kernel
-MAX_SLOTS = 1023  # groups that one grouped product takes
-_ALIGNMENT_BYTES = 16  # of the rows of grouped products
 
 # Classes of experts by their own row count, which alone selects a kernel: were it the rows of the whole call, a result
 # would depend on the other experts in it.
@@ -246,91 +242,3 @@ class Launches(NamedTuple):
     device: torch.device
     most_rows: int
 
-
-class GroupedMmKernel:
-    """Whole experts in two grouped products a call. Results may depend on the rows of the whole call.
-
-    Args:
-        operands: the slot pool, no biases.
-        gate: as for `TorchKernel`.
-        reference: runs segments of split experts and calls in another dtype than the slots', and sums.
-        tables: copies the offsets to the device.
-
-    Raises:
-        ValueError: unsupported operands (see `supports`).
-    """
-
-    def __init__(self, operands: Operands, gate: Gate, reference: ExpertKernel, tables: Tables) -> None:
-        if not self.supports(operands):
-            raise ValueError("grouped_mm does not support these operands")
-        slots, self._neurons, rows, width = operands.gate_up.shape
-        self._gate_up = operands.gate_up.view(slots, self._neurons * rows, width).transpose(1, 2)  # [S, H, G*I]
-        self._down = operands.down  # [S, I, H]
-        self._gate, self._reference, self._tables = gate, reference, tables
-
-    @staticmethod
-    def supports(operands: Operands) -> bool:
-        """Whether torch has an asynchronous product for these operands: on GPUs from Hopper on, bfloat16."""
-        gate_up = operands.gate_up
-        _, neurons, _, width = gate_up.shape
-        aligned = all(n * gate_up.element_size() % _ALIGNMENT_BYTES == 0 for n in (neurons, width))
-        plain = hasattr(functional, "grouped_mm") and operands.plain and aligned
-        if gate_up.device.type == "cpu":
-            return plain
-        return plain and gate_up.dtype == torch.bfloat16 and torch.cuda.get_device_capability(gate_up.device)[0] >= 9
-
-    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        same = hidden.dtype == y.dtype == self._gate_up.dtype
-        whole = [g for g in groups if g[3] == self._neurons and g[2] % self._neurons == 0 and not g[4] and same]
-        if len(whole) < len(groups):
-            self._reference.run(hidden, pairs, [g for g in groups if g not in whole], top_k, y)
-        for part in self._parts([g for g in whole if g[1] > g[0]]):
-            self._run(hidden, pairs, part, top_k, y)
-
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self._reference.combine(y, weights)
-
-    def _parts(self, groups: list[Group]) -> Iterator[list[Group]]:
-        """The groups by slot, split into ranges of `MAX_SLOTS` slots."""
-        groups = sorted(groups, key=lambda group: group[2])
-        while groups:
-            end = groups[0][2] + MAX_SLOTS * self._neurons
-            part = [g for g in groups if g[2] < end]
-            yield part
-            groups = groups[len(part) :]
-
-    def _run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        first, last = groups[0][2] // self._neurons, groups[-1][2] // self._neurons
-        rows_of = np.zeros(last + 1 - first, np.int32)
-        for start, stop, neuron, _, _ in groups:
-            rows_of[neuron // self._neurons - first] += stop - start
-        ends = self._tables.put(np.cumsum(rows_of, dtype=np.int32))
-        rows = torch.cat([pairs[start:stop] for start, stop, *_ in groups])
-        up = functional.grouped_mm(hidden[rows // top_k], self._gate_up[first : last + 1], offs=ends)  # [n, G*I]
-        y[rows] = functional.grouped_mm(self._gate(up), self._down[first : last + 1], offs=ends)
-
-
-class ByRows:
-    """Runs the groups of each row class with the kernel of that class; `combining` sums."""
-
-    def __init__(self, kernels: Mapping[RowClass, ExpertKernel], combining: ExpertKernel) -> None:
-        self._kernels, self._combining = dict(kernels), combining
-
-    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        """Both segments of an expert are of one class, so their order stays."""
-        parts: dict[int, tuple[ExpertKernel, list[Group]]] = {}
-        for group in groups:
-            kernel = self._kernels[row_class(group[1] - group[0])]
-            parts.setdefault(id(kernel), (kernel, []))[1].append(group)
-        for kernel, part in parts.values():
-            kernel.run(hidden, pairs, part, top_k, y)
-
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return self._combining.combine(y, weights)
-
-    @property
-    def launches(self) -> Launches | None:
-        """For passes in which every expert is of the sum's own kernel."""
-        own = list(takewhile(lambda name: self._kernels[name] is self._combining, ROW_CLASSES))
-        found: Launches | None = getattr(self._combining, "launches", None)
-        return found._replace(most_rows=MOST_ROWS[own[-1]]) if found is not None and own else None

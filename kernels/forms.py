@@ -14,14 +14,15 @@ kernels compute the same numbers to the bit.
     int          U8 [O, I * bits / 8]         (code - zero[o, i / group]) * scale[o, i / group]
     q8_0 ..      U8 [O, bytes of a row]       GGUF blocks as the file has them
 
-The first of two inputs is the low half of a byte, except in GGUF's blocks. NumPy arrays hold BF16 as uint16 and the
-types of eight bits as uint8. `repack` turns what AWQ, GPTQ and compressed-tensors publish into `int`.
+The first of two inputs is the low half of a byte, except in GGUF's blocks, which the package `gguf` dequantizes. NumPy
+arrays hold BF16 as uint16 and the types of eight bits as uint8. `repack` turns what AWQ, GPTQ and compressed-tensors
+publish into `int`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -224,7 +225,7 @@ class MatrixForm:
             return _floats(weight, FLOATS[self.kind])
         if self.kind in BLOCKS:
             size = BLOCKS[self.kind][1]
-            return _GGUF[self.kind](np.ascontiguousarray(weight).reshape(-1, size)).reshape(o, i)
+            return _gguf_values(self.kind, np.ascontiguousarray(weight).reshape(-1, size)).reshape(o, i)
         scales = self.scales(parts)
         with np.errstate(invalid="ignore", over="ignore"):
             if self.kind.startswith("fp8"):
@@ -402,60 +403,8 @@ def _halves(weight: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.stack([weight & 15, weight >> 4], axis=-1).reshape(len(weight), -1)
 
 
-# --- GGUF: [N, bytes of a block] -> [N, weights] ---------------------------------------------------------------
+def _gguf_values(kind: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """[N, bytes of a block] -> [N, weights], by the format's own package."""
+    from gguf import GGMLQuantizationType, dequantize  # a tenth of a second, for the few that dequantize
 
-
-def _f16(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float32]:
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)  # [N, 1]
-
-
-def _low_then_high(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[N, B] bytes -> [N, 2 B]: all low halves, then all high ones."""
-    return np.concatenate([codes & 15, codes >> 4], axis=1)
-
-
-def _q8_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    return blocks[:, 2:].astype(np.uint8).view(np.int8).astype(np.float32) * _f16(blocks, 0)
-
-
-def _q4_0(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    return (_low_then_high(blocks[:, 2:]).astype(np.float32) - 8) * _f16(blocks, 0)
-
-
-def _mxfp4_gguf(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """E2M1 in halves of a power: ggml keeps twice the values of E2M1."""
-    return E2M1[_low_then_high(blocks[:, 1:])] * _floats(blocks[:, :1], "U8", power=True)
-
-
-def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scales and minima [N, 8, 1] of Q4_K and Q5_K: six bits each, packed in the bytes 4 to 15."""
-    first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
-    scales = np.concatenate([first & 63, rest & 15 | first >> 2 & 48], axis=1)
-    minima = np.concatenate([second & 63, rest >> 4 | second >> 2 & 48], axis=1)
-    return (_f16(blocks, 0) * scales)[:, :, None], (_f16(blocks, 2) * minima)[:, :, None]
-
-
-def _q4_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    scales, minima = _k_scales(blocks)
-    codes = _low_then_high(blocks[:, 16:].reshape(-1, 32)).reshape(-1, 8, 32)
-    return (scales * codes - minima).reshape(-1, 256)
-
-
-def _q5_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    scales, minima = _k_scales(blocks)
-    codes = _low_then_high(blocks[:, 48:].reshape(-1, 32)).reshape(-1, 8, 32)
-    fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1  # [N, 8, 32]
-    return (scales * (codes | fifth << 4) - minima).reshape(-1, 256)
-
-
-def _q6_k(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    low = _low_then_high(blocks[:, :128].reshape(-1, 64)).reshape(-1, 2, 4, 32)
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    codes = (low | high << 4).reshape(-1, 16, 16).astype(np.float32) - 32
-    scales = _f16(blocks, 208) * blocks[:, 192:208].astype(np.uint8).view(np.int8)  # [N, 16]
-    return (scales[:, :, None] * codes).reshape(-1, 256)
-
-
-_GGUF: dict[str, Callable[[NDArray[np.uint8]], NDArray[np.float32]]] = {
-    "q8_0": _q8_0, "q4_0": _q4_0, "mxfp4_gguf": _mxfp4_gguf, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-}  # fmt: skip
+    return np.asarray(dequantize(blocks, GGMLQuantizationType[kind.removesuffix("_gguf").upper()]), np.float32)

@@ -63,7 +63,7 @@ class Quantized:
     group: int
 
     def __post_init__(self) -> None:
-        _check_width(self.bits, self.group)
+        check_width(self.bits, self.group)
         if self.codes.dtype != np.uint8 or self.codes.ndim != 2 or 0 in self.codes.shape:
             raise PackError(f"codes must be uint8 [outputs, inputs], not {self.codes.dtype} {self.codes.shape}")
         if int(self.codes.max()) >= 1 << self.bits:
@@ -102,7 +102,7 @@ class PackedShape:
     group: int
 
     def __post_init__(self) -> None:
-        _check_width(self.bits, self.group)
+        check_width(self.bits, self.group)
         if self.hidden < 1 or self.intermediate < 1:
             raise PackError(f"an expert of hidden {self.hidden} and intermediate {self.intermediate} has no weights")
 
@@ -141,7 +141,7 @@ class PackedShape:
 
 
 def pack_expert(gate: Quantized, up: Quantized, down: Quantized) -> dict[str, NDArray[Any]]:
-    """Pack one expert, gate and up [I, H], down [H, I]; `unpack_expert` is the exact inverse.
+    """Pack one expert, gate and up [I, H], down [H, I]; `tests/packed_reference.py` has the exact inverse.
 
     Returns:
         The arrays of `PackedShape.tensors()`, contiguous.
@@ -173,36 +173,8 @@ def pack_expert(gate: Quantized, up: Quantized, down: Quantized) -> dict[str, ND
     return arrays
 
 
-def unpack_expert(arrays: Mapping[str, NDArray[Any]], shape: PackedShape) -> tuple[Quantized, Quantized, Quantized]:
-    """Gate, up and down of one packed expert.
-
-    Raises:
-        PackError: the arrays are not those of `shape`, or a scale is not finite.
-    """
-    shape.check(arrays)
-    hidden, neurons = shape.hidden, shape.intermediate
-
-    def matrix(codes: NDArray[np.uint8], affine: NDArray[np.float16], outputs: int, inputs: int) -> Quantized:
-        rows = affine.transpose(2, 0, 3, 1).reshape(2, -1, affine.shape[1])[:, :outputs]  # [2, O, G]
-        unpacked = _unfields(codes, shape.bits)[:outputs, :inputs]
-        return Quantized(
-            np.ascontiguousarray(unpacked), np.ascontiguousarray(rows[0]), np.ascontiguousarray(rows[1]),
-            shape.bits, shape.group,
-        )  # fmt: skip
-
-    gate, up = (
-        matrix(_tiles(arrays["gate_up"][:, :, m]), _tiles(arrays["gate_up_scales"][:, :, m]), neurons, hidden)
-        for m in range(2)
-    )
-    codes = arrays["down"].transpose(1, 0, 2, 3)
-    columns = codes.shape[0]
-    down = matrix(
-        codes.reshape(columns, -1, codes.shape[-1]), arrays["down_scales"].transpose(1, 0, 2, 3), hidden, neurons
-    )
-    return gate, up, down
-
-
-def _check_width(bits: int, group: int) -> None:
+def check_width(bits: int, group: int) -> None:
+    """Raise PackError unless packed replicas may have this width and group."""
     if bits not in BITS:
         raise PackError(f"there is no width of {bits} bits: choose one of {BITS}")
     if group not in GROUPS:
@@ -244,14 +216,6 @@ def code_vectors(packed: Any, bits: int) -> list[Any]:
     return [p[:, :, i] >> field * bits & mask for i in range(bits) for field in range(8 // bits)]
 
 
-def _unfields(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Inverse of `_fields`, padding included: [R, U, 64 b] -> [16 R, 32 U]."""
-    rows, units, _ = packed.shape
-    v = np.stack(code_vectors(packed, bits), axis=2)
-    v = v.reshape(rows, units, INPUTS // 4, OUTPUTS, 4).transpose(0, 3, 1, 2, 4)
-    return v.reshape(rows * OUTPUTS, units * INPUTS)
-
-
 def _affine(matrix: Quantized) -> NDArray[np.float16]:
     """Scales and offsets by tile: [ceil(O / 16), G, 2, 16], zero-padded."""
     outputs, groups = matrix.scales.shape
@@ -267,9 +231,3 @@ def _blocks(rows: NDArray[Any]) -> NDArray[Any]:
     padded = np.zeros((tiles(count, halves) * halves, *rows.shape[1:]), dtype=rows.dtype)
     padded[:count] = rows
     return np.moveaxis(padded.reshape(-1, halves, *rows.shape[1:]), 1, 2)
-
-
-def _tiles(blocks: NDArray[Any]) -> NDArray[Any]:
-    """Inverse of `_blocks`, padding included."""
-    apart = np.moveaxis(blocks, 2, 1)
-    return apart.reshape(-1, *apart.shape[2:])

@@ -28,13 +28,8 @@ import numpy as np
 import torch
 
 from . import _cpu
-from .pack import BITS, GROUPS, PackError, Quantized
+from .pack import Quantized, check_width
 from .packed_ffn import Threads
-
-# Ranges of codes to try, as shares of a group's range; the full range comes first.
-_CLIPS = {1: (0.8, 0.6, 0.5, 0.4, 0.3), 2: (1.0, 0.9, 0.8, 0.7, 0.6, 0.5), 3: (1.0, 0.95, 0.9, 0.8, 0.7)}
-_CLIPS_4 = (1.0, 0.95, 0.9, 0.8)
-_REFITS = {1: 4, 2: 3, 3: 2, 4: 2}  # turns of least squares after the grid; none above 4 bits
 
 DAMPING = 0.03  # of the mean diagonal; the paper takes 0.01, but this lowers held-out errors of small experts
 _FEW_ROWS = 0.75  # damping where there are as many rows as inputs
@@ -78,101 +73,19 @@ class QuantizedBatch:
         )
 
 
-def check_width(bits: int, group: int) -> None:
-    """Raise PackError unless the packed format has this width and group."""
-    if bits not in BITS or group not in GROUPS:
-        raise PackError(f"no replicas of {bits} bits in groups of {group}: choose from {BITS} and {GROUPS}")
-
-
-def round_to_nearest(weights: torch.Tensor, bits: int, group: int, *, search: bool = True) -> QuantizedBatch:
-    """Take each weight to its nearest code.
-
-    Args:
-        weights: float32 [B, O, I].
-        search: fit each group by least squares (`fit_group`); False: plain minimum and maximum.
+def round_to_nearest(weights: torch.Tensor, bits: int, group: int) -> QuantizedBatch:
+    """Take each weight float32 [B, O, I] to its nearest code, each group fitted by least squares.
 
     Raises:
         PackError: unknown bits or group.
     """
     check_width(bits, group)
-    if search:
-        return _sweep(weights, None, bits, group).batch(bits, group)
-    parts = [weights[..., start : start + group] for start in range(0, weights.shape[2], group)]
-    lines = [_min_max(w, bits) for w in parts]
-    coded = [nearest(w, s.unsqueeze(-1), o.unsqueeze(-1), bits) for w, (s, o) in zip(parts, lines, strict=True)]
-    scales, offsets = (torch.stack([line[i] for line in lines], dim=2) for i in range(2))
-    return QuantizedBatch(torch.cat(coded, dim=2).to(torch.uint8), scales.half(), offsets.half(), bits, group)
-
-
-def fit_group(w: torch.Tensor, importance: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and offset of one group with the least importance-weighted squared error.
-
-    Starts from a grid of clipped ranges around the group's mean; each is refined by turns of nearest codes and least
-    squares (at 1 bit: Lloyd's 2-means).
-
-    Args:
-        w: float32 [B, O, n], the group's weights.
-        importance: [B, n], positive.
-
-    Returns:
-        float32 [B, O] each, representable in float16.
-    """
-    d = importance.unsqueeze(1)  # [B, 1, n]
-    d = d / d.sum(dim=2, keepdim=True)
-    low, high = w.amin(dim=2), w.amax(dim=2)
-    mean = (d * w).sum(dim=2)
-    levels = (1 << bits) - 1
-    best_scale, best_offset = _min_max(w, bits)
-    best = _error(w, d, best_scale, best_offset, bits)
-    if bits > 4:
-        return best_scale, best_offset
-    for clip in _CLIPS.get(bits, _CLIPS_4):
-        offset = mean + clip * (low - mean)
-        scale = (mean + clip * (high - mean) - offset) / levels
-        for _turn in range(1 + _REFITS[bits]):
-            scale, offset = _half(scale), _half(offset)
-            codes = nearest(w, scale.unsqueeze(-1), offset.unsqueeze(-1), bits)
-            error = (d * (w - scale.unsqueeze(-1) * codes - offset.unsqueeze(-1)).square()).sum(dim=2)
-            better = error < best
-            best = torch.where(better, error, best)
-            best_scale = torch.where(better, scale, best_scale)
-            best_offset = torch.where(better, offset, best_offset)
-            scale, offset = _least_squares(w, d, codes, mean, scale, offset)
-    return best_scale, best_offset
-
-
-def nearest(w: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest code of each weight, as float32; code 0 where the scale is 0."""
-    divisor = torch.where(scale == 0, torch.inf, scale)
-    return ((w - offset) / divisor).round_().clamp_(0, (1 << bits) - 1)
+    return _sweep(weights, None, bits, group).batch(bits, group)
 
 
 def spread(groups: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
     """[..., G] -> [..., I]: each group's value for each of its inputs."""
     return groups.repeat_interleave(group, dim=-1)[..., :inputs]
-
-
-def _min_max(w: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes 0 and 2**bits - 1 on the smallest and the largest weight."""
-    offset = _half(w.amin(dim=2))
-    return _half((w.amax(dim=2) - offset) / ((1 << bits) - 1)), offset
-
-
-def _error(w: torch.Tensor, d: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, bits: int) -> torch.Tensor:
-    scale, offset = scale.unsqueeze(-1), offset.unsqueeze(-1)
-    return (d * (w - scale * nearest(w, scale, offset, bits) - offset).square()).sum(dim=2)
-
-
-def _least_squares(
-    w: torch.Tensor, d: torch.Tensor, codes: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The line through (code, weight) with the least error; unchanged where all codes are equal."""
-    centre = (d * codes).sum(dim=2)
-    spread_codes = (d * codes.square()).sum(dim=2) - centre.square()
-    fitted = ((d * codes * w).sum(dim=2) - centre * mean) / spread_codes
-    usable = (spread_codes > 1e-6) & (fitted > 0)
-    scale = torch.where(usable, fitted, scale)
-    return scale, torch.where(usable, mean - scale * centre, offset)
 
 
 def _half(values: torch.Tensor) -> torch.Tensor:
@@ -186,7 +99,6 @@ def gptq(
     bits: int,
     group: int,
     *,
-    act_order: bool = False,
     damping: float | torch.Tensor = DAMPING,
 ) -> QuantizedBatch:
     """Quantize B matrices, each for its own inputs.
@@ -194,8 +106,6 @@ def gptq(
     Args:
         weights: float32 [B, O, I].
         hessians: float32 [B, I, I], X^T X up to a positive factor; may be singular or zero.
-        act_order: take the inputs by descending Hessian diagonal. Groups stay consecutive inputs, and their scales
-            come from the given weights.
         damping: share of the mean diagonal to add, one for all or [B]; raised where a factorisation fails.
 
     Raises:
@@ -204,19 +114,10 @@ def gptq(
     """
     check_width(bits, group)
     hessian = damped(hessians, damping)
-    if act_order:
-        order = hessian.diagonal(dim1=1, dim2=2).argsort(dim=1, descending=True, stable=True)  # [B, I]
-        factor, pivots, hessian = _factor(_permuted(hessian, order))
-        hessian = _permuted(hessian, order.argsort(dim=1))
-        scales, offsets = _fit_all(weights, hessian.diagonal(dim1=1, dim2=2), bits, group)
-        swept = _sweep_in_order(weights, factor, pivots, order, scales, offsets, bits, group)
-        order = order.unsqueeze(2).expand_as(swept.errors)  # [B, I, O]
-    else:
-        factor, pivots, hessian = _factor(hessian)
-        swept = _sweep(weights, (factor, pivots), bits, group)
+    factor, pivots, hessian = _factor(hessian)
+    swept = _sweep(weights, (factor, pivots), bits, group)
     if bits <= 4:
-        slope = _upper_product(factor, swept.errors)
-        _refit(swept, slope.scatter(1, order, slope) if act_order else slope, hessian, group)
+        _refit(swept, _upper_product(factor, swept.errors), hessian, group)
     return swept.batch(bits, group)
 
 
@@ -238,12 +139,6 @@ def damped(hessians: torch.Tensor, damping: float | torch.Tensor) -> torch.Tenso
     share = torch.as_tensor(damping, dtype=torch.float32).reshape(-1, 1)
     diagonal += torch.where(diagonal <= 0, mean, 0.0) + share * mean
     return result
-
-
-def _permuted(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Rows and columns of [B, I, I] in the order [B, I]."""
-    rows = matrices.gather(1, order.unsqueeze(2).expand_as(matrices))
-    return rows.gather(2, order.unsqueeze(1).expand_as(matrices))
 
 
 def _factor(hessians: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -327,46 +222,6 @@ def _upper_product(upper: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=1)
 def _threads(count: int) -> Threads:
     return Threads(count)
-
-
-def _sweep_in_order(
-    weights: torch.Tensor,
-    factor: torch.Tensor,
-    pivots: torch.Tensor,
-    order: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor,
-    bits: int,
-    group: int,
-) -> _Swept:
-    """For given scales and offsets [B, O, G], inputs taken in `order` [B, I]; M and the pivots are in that order."""
-    index = order.unsqueeze(2).expand(-1, -1, weights.shape[1])  # [B, I, O]
-    given = weights.transpose(1, 2).gather(1, index)
-    left, rest, codes = given.clone(), torch.empty_like(given), torch.empty_like(given)
-    scales, offsets = scales.transpose(1, 2), offsets.transpose(1, 2)  # [B, G, O]
-    scale, offset = (t.gather(1, index // group) for t in (scales, offsets))  # [B, I, O]
-    for start in range(0, left.shape[1], group):
-        stop = min(start + group, left.shape[1])
-        for i in range(start, stop):
-            codes[:, i] = nearest(left[:, i], scale[:, i], offset[:, i], bits)
-            value = scale[:, i] * codes[:, i] + offset[:, i]
-            rest[:, i] = given[:, i] - value
-            left[:, i] -= value
-            row = factor[:, i, i + 1 : stop].unsqueeze(2)
-            left[:, i + 1 : stop].baddbmm_(row, rest[:, i].unsqueeze(1))
-        if stop < left.shape[1]:
-            left[:, stop:].baddbmm_(factor[:, start:stop, stop:].transpose(1, 2), rest[:, start:stop])
-    codes = torch.empty_like(codes).scatter_(1, index, codes)
-    return _Swept(codes, scales.contiguous(), offsets.contiguous(), left.mul_(pivots.unsqueeze(2)))
-
-
-def _fit_all(
-    weights: torch.Tensor, importance: torch.Tensor, bits: int, group: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets [B, O, G] of all groups of the given weights."""
-    parts = [slice(start, start + group) for start in range(0, weights.shape[2], group)]
-    fitted = [fit_group(weights[..., part], importance[:, part], bits) for part in parts]
-    return torch.stack([scale for scale, _ in fitted], dim=2), torch.stack([offset for _, offset in fitted], dim=2)
 
 
 def _refit(swept: _Swept, slope: torch.Tensor, hessian: torch.Tensor, group: int) -> None:

@@ -82,9 +82,8 @@ def end_layer(cache: ExpertCache, plan: LayerPlan, run: Callable[[int], object] 
 
 
 def bytes_held(cache: ExpertCache) -> int:
-    """Of the slots in use."""
-    classes = zip(cache.residency.class_slots, cache.where.class_bytes, strict=True)
-    return sum((slots - cache.residency.free_of(number)) * size for number, (slots, size) in enumerate(classes))
+    """Of the segments that have a slot."""
+    return sum(map(cache.bytes_of, cache.residency.held()))
 
 
 def place_of(cache: ExpertCache, segment: int, slot: int) -> tuple[int, int]:

@@ -18,11 +18,11 @@ from __future__ import annotations
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -31,12 +31,13 @@ import traces
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.hooks import Hooks
+from tiermoe.actors.engine.layer import Pass
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.policies.baselines import Predictor
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
-from tiermoe.actors.policies.cost import NdpProfile
+from tiermoe.actors.policies.cost import NdpDevice
 from tiermoe.actors.policies.fmoe import ExpertMapPolicy
-from tiermoe.actors.policies.plan import Part
 from tiermoe.actors.policies.prefetch_trials import PrefetchTrials
 from tiermoe.actors.policies.registry import make
 from tiermoe.actors.store.artifacts import PolicyArtifacts
@@ -45,7 +46,7 @@ from tiermoe.cluster.simulate import executor, gpu
 from tiermoe.cluster.simulate.executor import Policies, SimulatedEngine, context_of, eviction_of, first_split
 from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import Machine
-from tiermoe.cluster.simulate.peers import Peers, SimulatedNdp, SimulatedTask
+from tiermoe.cluster.simulate.peers import Peers, SimulatedNdp, SimulatedShard, SimulatedTask
 from tiermoe.cluster.simulate.trace import Trace, TraceHeader
 from tiermoe.proto.messages import ExpertResult
 
@@ -73,7 +74,7 @@ SCRIPTS = {
     "shards": Script(copy=4, dense=2, expert=1, batch=3, gpus=2),
 }  # fmt: skip
 # a copy and a near-data expert of few rows cost about as much, so choices by cost go both ways
-_NEAR = NdpProfile("scripted", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 0.0)
+_NEAR = NdpDevice("scripted", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 0.0)
 _ABSENT = 8
 
 
@@ -89,6 +90,13 @@ class Log:
     def add(self, line: str) -> None:
         """After what was asked of the links until now."""
         self.lines.append(line)
+
+    def say(self, core: _core.Core, layer: int, experts: Sequence[int], counts: Sequence[int]) -> None:
+        """What a layer has run, and who is in slots then."""
+        run, _ = core.planned
+        held = " ".join(map(str, core.states.nonzero()[0].tolist()))
+        needs = " ".join(f"{e}x{n}" for e, n in zip(experts, counts, strict=True))
+        self.add(f"L{layer} {needs} | {' '.join(map(str, run))} | {zlib.crc32(held.encode()):08x}")
 
     @property
     def lines(self) -> list[str]:
@@ -117,60 +125,47 @@ class LoggedCache(ExpertCache):
 
 
 class LoggedPeers(Peers):
-    """Says what they run, once the layer's loads are queued (`LoggedRun`)."""
+    """Says what they run, once the layer's loads are queued (`Heard`)."""
 
     log: ClassVar[Log]
 
-    def send(self, tokens: int, layer: int, away: Sequence[Part], experts: Any, counts: Any) -> None:
-        for peer, keys, bits in away:
+    def send(self, of: Pass) -> list[SimulatedTask]:
+        for peer, keys, bits in of.remote:
             said = [f"{key}{f'b{width}' if width else ''}" for key, width in zip(keys, bits, strict=True)]
             self.log.sent.append(f"> {peer} {' '.join(said)}")
-        super().send(tokens, layer, away, experts, counts)
+        return super().send(of)
 
 
-class LoggedRun(_core.VirtualRun):
-    """Says what its layers run."""
+class LoggedShard(SimulatedShard):
+    """Says what it runs."""
 
     log: ClassVar[Log]
 
-    def __init__(self, core: _core.Core, *costs: Any) -> None:
-        super().__init__(core, *costs)
-        self._core = core
+    def run_part(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int]) -> ExpertResult:
+        found = super().run_part(layer, tokens, experts, counts)
+        self.log.say(self.cache.core, layer, experts, counts)
+        return found
 
-    def forward(
-        self, ids: Any, dense_s: float, *, place: Any = None, ahead: Any = None, ran: Any = None, **calls: Any
-    ) -> None:
-        pairs = list[tuple[int, int]]()
-        planned = "placement" in calls  # by native code, of the routing as picked
 
-        def placed(layer: int, needed: Any, experts: Any, counts: Any) -> Any:
-            pairs[:] = zip(experts, counts, strict=True)
-            return (needed, (), []) if place is None else place(layer, needed, experts, counts)
+class Heard:
+    """A watcher, and what looks ahead behind a policy's: says what the lead's layers run."""
 
-        def looked_ahead(layer: int) -> None:
-            if ahead is not None:
-                ahead(layer)
-            for line in self.log.sent:
-                self.log.add(line)
-            self.log.sent = []
+    def __init__(self, log: Log, core: _core.Core) -> None:
+        self._log, self._core, self._routing = log, core, cast(_core.Routing, None)
 
-        def has_run(layer: int) -> None:
-            routing = _core.Routing(layer, len(self._core.states) // len(ids), ids[layer]) if planned else None
-            self._say(layer, pairs if routing is None else zip(routing.experts, routing.counts, strict=True))
-            if ran is not None:
-                ran(layer)
+    def routed(self, layer: int, routing: _core.Routing) -> None:
+        self._routing = routing
 
-        super().forward(ids, dense_s, place=None if planned else placed, ahead=looked_ahead, ran=has_run, **calls)
+    def ran(self, layer: int) -> None:
+        self._log.say(self._core, layer, self._routing.experts, self._routing.counts)
 
-    def run(self, layer: int, tokens: int, experts: Any, counts: Any, keep: Any) -> None:
-        super().run(layer, tokens, experts, counts, keep)
-        self._say(layer, zip(experts, counts, strict=True))
+    def native(self, index: int, to: Any) -> None:
+        return None
 
-    def _say(self, layer: int, pairs: Iterable[tuple[int, int]]) -> None:
-        run, _ = self._core.planned
-        held = " ".join(map(str, self._core.states.nonzero()[0].tolist()))
-        needs = " ".join(f"{e}x{n}" for e, n in pairs)
-        self.log.add(f"L{layer} {needs} | {' '.join(map(str, run))} | {zlib.crc32(held.encode()):08x}")
+    def layer(self, index: int, view: Any) -> None:
+        for line in self._log.sent:
+            self._log.add(line)
+        self._log.sent = []
 
 
 class ScriptedNdp(SimulatedNdp):
@@ -190,7 +185,13 @@ class ScriptedNdp(SimulatedNdp):
 @contextmanager
 def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
     """The simulator on such a link and such peers, saying what its layers run."""
-    forward = SimulatedEngine.forward
+    forward, make_hooks = SimulatedEngine.forward, SimulatedEngine._make_hooks
+
+    def heard(self: SimulatedEngine, policies: Policies) -> Hooks:
+        """With a prefetch in native code nothing in Python may look ahead, and no peer is sent anything."""
+        hooks, heard = make_hooks(self, policies), Heard(log, self.cache.core)
+        alone = self._peers.ndp is None and self._peers.shards is None
+        return replace(hooks, watch=[heard, *hooks.watch], ahead=hooks.ahead if alone else [*hooks.ahead, heard])
 
     def begun(self: SimulatedEngine, parts: Any) -> None:
         rows = sum(len(part.tokens) for _, part in parts)
@@ -201,19 +202,21 @@ def _scripted(script: Script, log: Log, header: TraceHeader) -> Iterator[None]:
         forward(self, parts)
 
     with pytest.MonkeyPatch.context() as patch:
+
         def link(clock: _core.Clock, machine: Machine) -> _core.VirtualLink:
             """Whose copies take whole ticks."""
             whole = header.slot_bytes
             return _core.VirtualLink(clock, lambda n: max(1, -(-n * script.copy // whole)) * TICK, machine.wait_s)
 
-        for logged in (LoggedCache, LoggedRun, LoggedPeers):
+        for logged in (LoggedCache, LoggedShard, LoggedPeers):
             patch.setattr(logged, "log", log, raising=False)
         patch.setattr(gpu, "ExpertCache", LoggedCache)
-        patch.setattr(gpu, "VirtualRun", LoggedRun)
         patch.setattr(gpu, "virtual_link", link)
         patch.setattr(ScriptedNdp, "script", script, raising=False)
         patch.setattr(executor, "SimulatedNdp", ScriptedNdp)
         patch.setattr(executor, "Peers", LoggedPeers)
+        patch.setattr(executor, "SimulatedShard", LoggedShard)
+        patch.setattr(SimulatedEngine, "_make_hooks", heard)
         patch.setattr(SimulatedEngine, "forward", begun)
         yield
 
@@ -283,13 +286,13 @@ def _predictors(header: TraceHeader, prefetch: Any) -> list[Predictor] | None:
 
 
 def runs_on(preset: str, script: str) -> bool:
-    """Whether the simulator runs the preset on the script's GPUs, and without a matcher's process."""
+    """Whether the simulator runs the preset on the script's GPUs."""
     settings = load_policy(preset)
     alone = (
         settings.split.kind != "off" or settings.low_bit is not None or settings.reroutes or settings.evict_writeback
     )
     one = alone or settings.placement.kind == "monde" or settings.pre_evict.kind != "off"
-    return settings.prefetch.kind != "blend" and not (one and SCRIPTS[script].gpus > 1)
+    return not (one and SCRIPTS[script].gpus > 1)
 
 
 def engine_of(preset: str, trace: Trace, script: Script, check: bool = True, **machine: Any) -> SimulatedEngine:

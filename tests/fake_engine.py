@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from orders_reference import Lru
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.core._core import Clock, Governor, VirtualLink
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cache.links import CacheLink
@@ -122,23 +123,34 @@ def _float64(array: np.ndarray) -> np.ndarray:
 LAYERS, EXPERTS, HIDDEN = 4, 6, 5
 
 
+class FakeCore(_core.Core):
+    """Waits for no prefetch, and notes it."""
+
+    finished: list[tuple[list[int], int]]
+
+    def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
+        self.finished.append((list(keys), layer))
+
+
 @dataclass
 class FakeCache:
-    """Notes what is asked of it, as cache and as core: (keys, keep, source)."""
+    """Notes what is asked of it: (keys, keep, source). held: experts that are in slots of its core."""
 
     governor: Governor = field(default_factory=Governor)
     asked: list[tuple[list[int], set[int], str]] = field(default_factory=list)
     finished: list[tuple[list[int], int]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     sources: list[str] = field(default_factory=list)
-    core: FakeCache = field(init=False)
+    core: FakeCore = field(init=False)
     split: None = None
 
     def __post_init__(self) -> None:
-        self.core = self
-
-    def there(self, first: int, stop: int) -> bool:
-        return self.held.issuperset(range(first, stop))
+        keys = LAYERS * EXPERTS
+        layout = _core.Layout(LAYERS, EXPERTS, 1, [], [keys], [], [1] * keys, False)
+        link = VirtualLink(Clock(), lambda nbytes: 0.0, 0.0)
+        self.core = FakeCore(layout, link, _core.PythonOrder(Lru(), keys), self.governor)
+        self.core.finished = self.finished
+        self.core.preload(sorted(self.held))
 
     def number_of(self, source: str) -> int:
         self.sources.append(source)
@@ -147,9 +159,6 @@ class FakeCache:
     def prefetch(self, keys: Sequence[int], keep: AbstractSet[int], source: str) -> int:
         self.asked.append((list(keys), set(keep), source))
         return len(keys)
-
-    def finish_prefetch(self, keys: Sequence[int], layer: int) -> None:
-        self.finished.append((list(keys), layer))
 
 
 def at_rest() -> Governor:

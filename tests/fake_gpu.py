@@ -460,7 +460,7 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
 
 
 class FakePages:
-    """`cuda.arena.PageDriver`: pages of a `FakeGpu`'s memory, in ranges of host memory.
+    """`cuda.arena.CudaDriver`: pages of a `FakeGpu`'s memory, in ranges of host memory.
 
     A page comes with any content (here ones), and goes with its content. Attributes: created: pages that there are.
     mapped: their addresses. most: bytes of `mapped` at most.

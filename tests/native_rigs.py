@@ -203,7 +203,7 @@ class SplitStack(Stack):
             if configured:
                 self.ahead.on_predicted = self.configuring.predicted
         ahead = () if self.ahead is None else (self.ahead,)
-        self._attach(Hooks(watch=(self.configuring,) if configured else (), ahead=ahead), native)
+        self._attach(Hooks(ahead=ahead, passed=self.configuring.passed if configured else None), native)
 
     def forward(self, passes: list[tuple[torch.Tensor, ...]], spans: list[SequenceRows]) -> list[torch.Tensor]:
         self.cache.core.decode_only = all(span.decode for span in spans)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tiermoe.actors.policies.cost import NdpProfile
+from tiermoe.actors.policies.cost import NdpDevice
 from tiermoe.cluster.topology.planner import plan_topology
 from tiermoe.cluster.topology.spec import NODE_ID_LABEL, ClusterSpec, ModelFacts, NdpSpec, NodeInfo, Topology
 
 # 4 layers of 8 experts of 48 numbers: 96 bytes stored, 768 bytes a layer, 3072 in all; 192 bytes in a float32 slot.
 FACTS = ModelFacts("tiny", 4, 8, 2, 4, 4, 2, 48, 100, 4, 2, "test")
 ALL = (0, 1, 2, 3)
-PROFILE = NdpProfile(
+DEVICE = NdpDevice(
     name="ndp", memory_gbps=1, capacity_bytes=10_000, arrays=1, array_rows=4, array_cols=4, clock_ghz=1,
     narrowest_bits=1, link_gbps=1, link_latency_us=1,
 )  # fmt: skip
-NDP = NdpSpec(None, 2, (4,), 40, 10_000, PROFILE)
+NDP = NdpSpec(None, 2, (4,), 40, 10_000, DEVICE)
 SPEC = ClusterSpec(
     shards=1, ownership="layer-expert", strategy="pack", lead=None, gpu=True, threads=2, policy="p", budget_bytes=768,
     slot_bytes=192, compute_item_bytes=4, dense_bytes=400, kv_bytes=64,

@@ -44,6 +44,14 @@ class VirtualLink(Link):
     def busy_until(self) -> float | None:
         """When the copy under way ends; None: the link is idle."""
 
+    def busy_s(self) -> float:
+        """Seconds for which copies have been under way, up to now."""
+
+    def compute(self, seconds: float, share: float) -> None:
+        """
+        The clock moves to the end of kernels that take so long alone, and go at `share` of their speed beside copies.
+        """
+
 class CarryingLink(VirtualLink):
     def __init__(self, clock: Clock, copy_s: Callable[[int], float], late_s: float, carrier: object) -> None: ...
 
@@ -463,14 +471,6 @@ class Planner:
     def error(self) -> float:
         """Mean error of predicted layer times, as a share of the time."""
 
-def replay(rule: int, slots: int, shape: tuple[int, int, int, int, int, int], needed: numpy.typing.NDArray[numpy.int32], rows: numpy.typing.NDArray[numpy.int32], count: numpy.typing.NDArray[numpy.int32], predicted: numpy.typing.NDArray[numpy.int32], share: numpy.typing.NDArray[numpy.float32], prompts: numpy.typing.NDArray[numpy.int64], popular: numpy.typing.NDArray[numpy.int64], popular_tokens: float, truth: tuple[float, float, float, float, float, float, float, float], belief: tuple[float, float, float, float, float, float, float, float], without: int, start: bool, planner_s: float, first: int) -> tuple[float, float, float, int, int, int, int, int, int, int, int, int]:
-    """
-    A rule on a stated machine, for `bench auto` (`planner_replay.hpp`).
-
-    shape: layers, experts, top_k, batch, rounds, prompt_tokens. Gives decode_s, prompt_s, error, tokens, prompts,
-    needed, hits, loads, near, waits, fills, prefetches.
-    """
-
 class Placement:
     """Who runs a layer's experts."""
 
@@ -498,8 +498,10 @@ class PlannedPlacement(Placement):
     @property
     def missed(self) -> float | None: ...
 
-class CpuLayers:
-    def __init__(self) -> None: ...
+class Passes:
+    """
+    The passes that have run until they are taken, where somebody asks for them.
+    """
 
     @property
     def records(self) -> bool: ...
@@ -508,6 +510,12 @@ class CpuLayers:
     def records(self, arg: bool, /) -> None: ...
 
     def take(self) -> list: ...
+
+class CpuLayers(Passes):
+    def __init__(self) -> None: ...
+
+class ByScores:
+    def __init__(self, by_votes: bool, top: int, wraps: bool, source: int) -> None: ...
 
 class FirstScores:
     """
@@ -532,10 +540,11 @@ class FirstScores:
 
 class Announced:
     """
-    What the native prefetch of a forward goes by.
+    What the prefetch of a forward goes by.
 
-    rows: of the present forward; 0: nobody has announced it. one_row_each: of its sequences. rests: nothing is prefetched.
-    always: routers are asked also where nothing that they may name is absent.
+    rows: of the present forward; 0: nobody has announced it. last_rows: the scores of each sequence's last row can be read.
+    rests: nothing is prefetched. always: a policy is asked also where nothing that it may name is absent. waits: for copies
+    under way, too.
     """
 
     def __init__(self) -> None: ...
@@ -547,10 +556,10 @@ class Announced:
     def rows(self, arg: int, /) -> None: ...
 
     @property
-    def one_row_each(self) -> bool: ...
+    def last_rows(self) -> bool: ...
 
-    @one_row_each.setter
-    def one_row_each(self, arg: bool, /) -> None: ...
+    @last_rows.setter
+    def last_rows(self, arg: bool, /) -> None: ...
 
     @property
     def rests(self) -> bool: ...
@@ -563,6 +572,15 @@ class Announced:
 
     @always.setter
     def always(self, arg: bool, /) -> None: ...
+
+    @property
+    def waits(self) -> bool: ...
+
+    @waits.setter
+    def waits(self, arg: bool, /) -> None: ...
+
+    def idle(self, core: Core, reach: Sequence[tuple[int, int]], allowed: bool) -> bool:
+        """Whether a prefetch for these keys (first, end) need not be asked."""
 
 class Planned:
     """Whether the placement decides the present forward: `Parts::planned`."""
@@ -588,12 +606,12 @@ class Layer:
 
     def release_slots(self, own: int, router: int, threshold: float, most: int, state: CapsuleType, first: FirstScores) -> None: ...
 
-    def parts(self, begin: object, planned: Planned, rule: bool, ahead: bool, watched: bool, decides: bool, alone: bool) -> None:
+    def parts(self, begin: object, planned: Planned, rule: bool, ahead: bool, watched: bool, alone: bool) -> None:
         """
         Parts in Python, behind the native ones: methods of what `begin` makes (`engine.layer.Pass`).
 
-        rule, ahead: there are such. watched: it says who runs where in each pass; else in planned ones, and, where it decides, in
-        those of many rows. alone: planned passes have no native rule or prefetch.
+        rule, ahead: there are such. watched: it says who runs where in each pass; else in planned ones. alone: planned passes have
+        no native rule or prefetch.
         """
 
     def placement(self, of: Placement) -> None:
@@ -606,6 +624,10 @@ class Layer:
 
     @property
     def kernels_s(self) -> float: ...
+
+    @property
+    def placed_s(self) -> float:
+        """Of a native placement."""
 
 class CpuLayer(Layer):
     def __init__(self, core: Core, kernels: CapsuleType, index: int, experts: int, neurons: int, width: int, max_rows: int, gate_up: int, down: int, activation: int, all: CpuLayers) -> None: ...
@@ -814,19 +836,19 @@ class InstantEvent:
 
     def synchronize(self) -> None: ...
 
-class ByScores:
-    def __init__(self, by_votes: bool, distance: int, top: int, always: bool, synchronous: bool, wraps: bool, source: int) -> None: ...
+class VirtualLayer(Layer):
+    def router(self, layers: int) -> int:
+        """The number of the recorded scores of so many later layers."""
 
 class VirtualRun:
     """The layers of a device on a virtual clock (virtual_run.hpp)."""
 
-    def __init__(self, core: Core, link: VirtualLink, clock: Clock, expert_s: float, expert_row_s: float, share: float, load_byte_s: float, miss_s: float, neurons: int) -> None: ...
+    def __init__(self, core: Core, link: VirtualLink, clock: Clock, kernels: CapsuleType, expert_s: float, expert_row_s: float, share: float, load_byte_s: float, miss_s: float, neurons: int) -> None: ...
 
-    def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, *, next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, scores: ByScores | None = None, last_rows: Sequence[int] = [], placement: Placement | None = None, rule: object | None = None, place: object | None = None, show: Callable[[int], None] | None = None, send: object | None = None, ahead: Callable[[int], None] | None = None, join: Callable[[int], tuple[float, float]] | None = None, ran: Callable[[int], None] | None = None) -> None:
+    def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, *, weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)] | None = None, next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, last_rows: Sequence[int] = []) -> None:
         """
-        All layers of a forward. ids: as picked [L, T, K]. dense_s: of each layer. next_ids, next_scores: by which
-        `scores` prefetches [T, L, D, P]. placement: decides in place of `place`. The others are called in each layer, in this
-        order.
+        All layers of a forward. ids, weights: as picked [L, T, K]. dense_s: of each layer. next_ids, next_scores: by which a
+        prefetch goes [T, L, D, P].
         """
 
     def run(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int], keep: Sequence[int]) -> None:
@@ -835,9 +857,7 @@ class VirtualRun:
         """
 
     @property
-    def records(self) -> bool: ...
+    def layers(self) -> list: ...
 
-    @records.setter
-    def records(self, arg: bool, /) -> None: ...
-
-    def take(self) -> list: ...
+    @property
+    def passes(self) -> Passes: ...

@@ -19,17 +19,18 @@ struct RouterPrefetch {
 
     // Queues the experts of the layers from `first` on, most wanted first and nearer layers first; none where not
     // `allowed`. read(at, t, row): the scores of row t [E] for the layer first + at. best: of the nearest layer the highest
-    // score of each expert; null: nobody asks.
+    // score of each expert, where there are rows.
     template <typename Read>
     void run(Core& core, std::int64_t first, std::int64_t layers, std::int64_t tokens, bool allowed, const Read& read,
-             std::vector<double>* best = nullptr) {
+             std::vector<double>& best) {
         const std::int64_t experts = core.layout().experts;
         nearer.clear();
+        if (!tokens) return;
         for (std::int64_t at = 0; at < layers; ++at) {
             const auto row = [&](std::int64_t t, std::vector<double>& out) { read(at, t, out); };
             Ranked found = rank_experts(tokens, experts, top, by_votes, row);
             if (!by_votes) found = positive(std::move(found));
-            if (!at && best) *best = found.best;
+            if (!at) best = found.best;
             if (!allowed) return;
             wanted.clear();
             for (int expert : found.experts) wanted.push_back((first + at) * experts + expert);

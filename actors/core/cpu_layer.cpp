@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <stdexcept>
 #include <utility>
 
 #include "../../kernels/cpu/sizes.hpp"
@@ -49,7 +50,10 @@ void CpuLayer::compute(const Given& given, const Routed& routed) {
             few_.clear(), many_.clear();
             for (const Group& g : picked_.found()) (g.stop - g.start > place().max_rows ? many_ : few_).push_back(g);
             few = &few_;
-            if (!many_.empty() || !picked_.replicas.empty()) parts_->kernels(*this, many_, picked_.replicas, y);
+            if (!many_.empty() || !picked_.replicas.empty()) {
+                if (!parts_) throw std::invalid_argument("experts of many rows, and replicas, are for kernels of Python, which this layer lacks");
+                parts_->kernels(*this, many_, picked_.replicas, y);
+            }
         }
         timing([&] {
             kernels().expert_ffn(given.hidden, shape_.gate_up, shape_.down, picked_.order.data(), few->data(),

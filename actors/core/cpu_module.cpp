@@ -1,6 +1,7 @@
 // Bindings of the CPU's executor.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -12,13 +13,20 @@
 #include "bindings.hpp"
 #include "cpu_layer.hpp"
 #include "python_parts.hpp"
-#include "virtual_run.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace tiermoe::core {
 namespace {
+
+// How a policy prefetches by scores: `prefetch.NextGatePrefetch`, or `moepic.SpeculativePrefetch`.
+struct ByScores {
+    bool by_votes;
+    std::int64_t top;  // experts of a row
+    bool wraps;        // the last layer prefetches for the first one
+    std::uint8_t source;
+};
 
 // Held by Python, read by layers.
 struct Planned {
@@ -55,6 +63,7 @@ void ask_routers(Layer& layer, Router router, std::int64_t first, std::int64_t l
         throw std::invalid_argument("there is no such prefetch");
     auto made = std::make_unique<AskRouters>();
     made->router = router, made->first = first, made->layers = layers, made->wraps = by.wraps, made->of = std::move(of);
+    if (layers) made->reach.emplace_back(first * layout.experts, (first + layers) * layout.experts);
     made->prefetch = {by.by_votes, by.top, by.source, {}, {}};
     layer.ahead(std::move(made));
 }
@@ -73,10 +82,10 @@ void release_slots(Layer& layer, Router own, Router router, double threshold, st
     layer.ahead(std::move(made));
 }
 
-void python_parts(Layer& layer, nb::object begin, const Planned& planned, bool rule, bool ahead, bool watched, bool decides,
-                  bool alone) {
+void python_parts(Layer& layer, nb::object begin, const Planned& planned, bool rule, bool ahead, bool watched, bool alone) {
+    if (layer.has_parts()) throw std::invalid_argument("a layer gets its parts once");  // its rules refer to them
     auto made = std::make_unique<PythonParts>(std::move(begin));
-    made->planned = &planned.now, made->watched = watched, made->decides = decides, made->alone_where_planned = alone;
+    made->planned = &planned.now, made->watched = watched, made->alone_where_planned = alone;
     if (rule) layer.rule(std::make_unique<PythonRule>(*made));
     if (ahead) layer.ahead(std::make_unique<PythonAhead>(*made));
     layer.parts(std::move(made));
@@ -135,7 +144,15 @@ nb::list take(Passes& passes) {
 }
 
 void bind_cpu(nb::module_& m) {
-    nb::class_<CpuLayers>(m, "CpuLayers").def(nb::init<>()).def_rw("records", &CpuLayers::records).def("take", [](CpuLayers& layers) { return take(layers); });
+    nb::class_<Passes>(m, "Passes", "The passes that have run until they are taken, where somebody asks for them.")
+        .def_rw("records", &Passes::records)
+        .def("take", &take);
+    nb::class_<CpuLayers, Passes>(m, "CpuLayers").def(nb::init<>());
+    nb::class_<ByScores>(m, "ByScores")
+        .def("__init__", [](ByScores* made, bool by_votes, std::int64_t top, bool wraps, std::uint8_t source) {
+            if (top < 1) throw std::invalid_argument("a prefetch by scores wants experts");
+            new (made) ByScores{by_votes, top, wraps, source};
+        }, "by_votes"_a, "top"_a, "wraps"_a, "source"_a);
     nb::class_<FirstScores>(m, "FirstScores", R"(What the first layer's router says of the next forward's.
 
 last_rows: of each sequence of the present forward; `keep` takes the scores of these, or of all rows.)")
@@ -152,15 +169,22 @@ last_rows: of each sequence of the present forward; `keep` takes the scores of t
             const auto rows = static_cast<std::size_t>(first.rows);
             return nb::cast(owned<double, 2>(std::vector<double>(first.scores), {rows, first.scores.size() / rows}));
         }, nb::sig("def scores(self) -> numpy.typing.NDArray[numpy.float64] | None"), "[rows, E]; None: there are none.");
-    nb::class_<Announced>(m, "Announced", R"(What the native prefetch of a forward goes by.
+    nb::class_<Announced>(m, "Announced", R"(What the prefetch of a forward goes by.
 
-rows: of the present forward; 0: nobody has announced it. one_row_each: of its sequences. rests: nothing is prefetched.
-always: routers are asked also where nothing that they may name is absent.)")
+rows: of the present forward; 0: nobody has announced it. last_rows: the scores of each sequence's last row can be read.
+rests: nothing is prefetched. always: a policy is asked also where nothing that it may name is absent. waits: for copies
+under way, too.)")
         .def(nb::init<>())
         .def_rw("rows", &Announced::rows)
-        .def_rw("one_row_each", &Announced::one_row_each)
+        .def_rw("last_rows", &Announced::last_rows)
         .def_rw("rests", &Announced::rests)
-        .def_rw("always", &Announced::always);
+        .def_rw("always", &Announced::always)
+        .def_rw("waits", &Announced::waits)
+        .def("idle", [](const Announced& of, const Core& core, const std::vector<std::pair<Key, Key>>& reach, bool allowed) {
+            for (const auto& [first, end] : reach)
+                if (first < 0 || first > end || end > core.layout().keys()) refuse("there are no such keys, from", first);
+            return of.idle(core, reach, allowed);
+        }, "core"_a, "reach"_a, "allowed"_a, "Whether a prefetch for these keys (first, end) need not be asked.");
     nb::class_<Planned>(m, "Planned", "Whether the placement decides the present forward: `Parts::planned`.")
         .def(nb::init<>())
         .def_rw("now", &Planned::now);
@@ -175,16 +199,17 @@ always: routers are asked also where nothing that they may name is absent.)")
         .def("release_slots", &release_slots, "own"_a, "router"_a, "threshold"_a, "most"_a, "state"_a, "first"_a,
              nb::keep_alive<1, 6>())
         .def("parts", &python_parts, nb::keep_alive<1, 3>(), "begin"_a, "planned"_a, "rule"_a, "ahead"_a,
-             "watched"_a, "decides"_a, "alone"_a, R"(Parts in Python, behind the native ones: methods of what `begin` makes (`engine.layer.Pass`).
+             "watched"_a, "alone"_a, R"(Parts in Python, behind the native ones: methods of what `begin` makes (`engine.layer.Pass`).
 
-rule, ahead: there are such. watched: it says who runs where in each pass; else in planned ones, and, where it decides, in
-those of many rows. alone: planned passes have no native rule or prefetch.)")
+rule, ahead: there are such. watched: it says who runs where in each pass; else in planned ones. alone: planned passes have
+no native rule or prefetch.)")
         .def("placement", [](Layer& layer, std::shared_ptr<Placement> of) { layer.placement(std::move(of)); }, "of"_a,
              "It decides in place of Python's part.")
         .def("time", [](Layer& layer, std::optional<bool> by_cpu) {
             layer.clock_s = !by_cpu ? nullptr : *by_cpu ? cpu_s : now_s;
         }, "by_cpu"_a.none(), "Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.")
-        .def_prop_ro("kernels_s", [](Layer& layer) { return layer.kernels_s(); });
+        .def_prop_ro("kernels_s", [](Layer& layer) { return layer.kernels_s(); })
+        .def_prop_ro("placed_s", &Layer::placed_s, "Of a native placement.");
     nb::class_<CpuLayer, Layer>(m, "CpuLayer")
         .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,
              "index"_a, "experts"_a, "neurons"_a, "width"_a, "max_rows"_a, "gate_up"_a, "down"_a, "activation"_a,

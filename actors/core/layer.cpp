@@ -55,12 +55,13 @@ void Layer::route(const Given& given, Routed& routed) {
 }
 
 const Segments& Layer::here(const Segments& needed) {
-    const bool asked = parts_ && (parts_->watched || planned() || (parts_->decides && routed_->large));
-    if (!asked) return needed;
-    if (!placement_) return parts_->place(*this, needed, keep_, away_);
-    if (parts_->watched) parts_->routed(*this);
+    const bool watched = parts_ && parts_->watched;
+    if (!placement_) return watched || planned() ? parts_->place(*this, needed, keep_, away_) : needed;
+    if (watched) parts_->routed(*this);
     placed_ = true;
+    const double began_s = timed_s();
     const Segments& found = placement_->where(*this, *routed_, needed, keep_);
+    placed_s_ = timed_s() - began_s;
     away_ = !placement_->away().empty();
     return found;
 }
@@ -71,8 +72,11 @@ LayerAhead* Layer::taking(const Given& given) const {
     return nullptr;
 }
 
-void Layer::look_ahead(const Given& given) {
-    if (LayerAhead* ahead = taking(given)) ahead->run(*this, given, best_);
+Scored Layer::scored(const Given& given, Router router) {
+    const std::int64_t outputs = this->outputs(router), experts = at_.experts;
+    return {given.tokens, [from = scores(given, router), outputs, experts](std::int64_t at, std::int64_t t, std::vector<double>& row) {
+        row.assign(from + t * outputs + at * experts, from + t * outputs + (at + 1) * experts);
+    }};
 }
 
 bool Layer::next() {
@@ -110,7 +114,7 @@ void Layer::run(const Given& given) {
     best_.clear();
     keep_.clear();
     away_ = placed_ = false;
-    peer_blocked_s_ = peer_link_s_ = 0.0;
+    peer_blocked_s_ = peer_link_s_ = placed_s_ = 0.0;
     route(given, routed);
     const Picked& picked = *routed.picked;
     try {
@@ -119,7 +123,7 @@ void Layer::run(const Given& given) {
         if (away_) parts_->send(*this);
         load();
         if (placed_) placement_->loaded(*this);
-        look_ahead(given);
+        if (LayerAhead* ahead = taking(given)) ahead->run(*this, given, best_);
         compute(given, routed);
         core_.close(peer_blocked_s_, peer_link_s_);
         if (placed_) placement_->ran(*this);
@@ -199,15 +203,11 @@ bool ReplaceMissing::apply(Layer& layer, const Given& given, Routed& routed) {
 void AskRouters::run(Layer& layer, const Given& given, std::vector<double>& best) {
     if (of->rests) return;
     Core& core = layer.core();
-    const std::int64_t experts = layer.place().experts, outputs = layers * experts;
     const bool allowed = core.governor().allows();
-    if (!layers || (!of->always && (!allowed || idle(core)))) return;
-    const float* scores = layer.scores(given, router);
-    const auto read = [&](std::int64_t at, std::int64_t t, std::vector<double>& row) {
-        const float* from = scores + t * outputs + at * experts;
-        row.assign(from, from + experts);
-    };
-    prefetch.run(core, first, layers, given.tokens, allowed, read, &best);
+    if (of->idle(core, reach, allowed)) return;
+    const Scored scored = layer.scored(given, router);
+    prefetch.run(core, first, layers, scored.rows, allowed, scored.read, best);
+    if (of->waits && allowed) core.finish_prefetch(prefetch.nearer, layer.place().index);
 }
 
 void ReleaseSlots::run(Layer& layer, const Given& given, std::vector<double>&) {

@@ -6,9 +6,11 @@
 // Whole experts and split ones are the same to it: a group is a segment's neurons. A layer has one executor for good
 // (`engine.executors`): `CpuLayer` (cpu_layer.hpp), `GpuLayer` (gpu_module.cpp), `PythonLayer` (python_layer.cpp) with kernels
 // that are Python's, `VirtualLayer` (virtual_run.hpp) of recorded layers. On each the rule, what looks ahead, the placement
-// and the peers are native or Python's (`Parts`; of recorded layers `Calls`), and the order is this one.
+// and the peers are native or Python's (`Parts`), and the order is this one.
 #pragma once
 
+#include <algorithm>
+#include <functional>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -64,6 +66,12 @@ using Router = std::int64_t;
 using Routers = std::vector<Router>;
 constexpr Router kNoRouter = -1;
 
+// The scores that a router of several later layers gives so many rows: those of row t for the at-th of the layers.
+struct Scored {
+    std::int64_t rows;
+    std::function<void(std::int64_t at, std::int64_t t, std::vector<double>& row)> read;
+};
+
 // Changes the routing of a pass before it is planned.
 struct LayerRule {
     virtual bool native() const { return true; }
@@ -89,6 +97,8 @@ struct Parts {
     // The segments that run on this device. away: peers run others. keep: residents that leave last.
     virtual const Segments& place(Layer& layer, const Segments& needed, Segments& keep, bool& away) = 0;
     virtual void send(Layer& layer) = 0;  // the others leave for their peers
+    // Of a router that the executor does not know: as `Layer::scores`.
+    virtual const float* scores(Layer& layer, std::int64_t router, std::int64_t count) = 0;
     // All that is planned here has run: the experts of the next peer that is lost or late; empty: there is none.
     virtual Segments lost() = 0;
     // Groups and replicas that the executor leaves to Python's kernel; y: rows of the pairs.
@@ -101,7 +111,6 @@ struct Parts {
     // Of all layers of a cache, of each forward: the placement decides who runs where, and what looks ahead there is Python's.
     const bool* planned = nullptr;
     bool watched = false;          // it is asked in each pass
-    bool decides = false;          // it decides passes that are not planned, too, of many rows
     bool alone_where_planned = false;  // no native rule or prefetch in planned passes
     virtual ~Parts() = default;
 };
@@ -116,6 +125,7 @@ class Layer {
     void rule(std::unique_ptr<LayerRule> rule) { rules_.push_back(std::move(rule)); }
     void ahead(std::unique_ptr<LayerAhead> ahead) { aheads_.push_back(std::move(ahead)); }
     void parts(std::unique_ptr<Parts> parts) { parts_ = std::move(parts); }
+    bool has_parts() const { return parts_ != nullptr; }
     // Decides in place of `Parts::place`.
     void placement(std::shared_ptr<Placement> placement) { placement_ = std::move(placement); }
     const Placement* placement() const { return placement_.get(); }
@@ -142,18 +152,18 @@ class Layer {
     virtual std::int64_t outputs(Router router) const = 0;
     // Of the present pass [tokens, outputs of the router], until the next call.
     virtual const float* scores(const Given& given, Router router) = 0;
+    // Of later layers, until the next call.
+    virtual Scored scored(const Given& given, Router router);
     double (*clock_s)() = nullptr;  // by which the parts of a pass are timed; null: they are not
+    double placed_s() const { return placed_s_; }  // of a native placement in the last pass
     double timed_s() const { return clock_s ? clock_s() : 0.0; }
     double& kernels_s() { return clock_s == cpu_s ? spent_.kernels_cpu_s : spent_.kernels_s; }
 
   protected:
     // Whom a pass runs on.
     virtual void route(const Given& given, Routed& routed);
-    // Of the segments that a pass needs those that run on this device; sets `keep_` and `away_`.
-    virtual const Segments& here(const Segments& needed);
     virtual void load() { core_.load(); }
     virtual std::pair<std::int64_t, std::int64_t> stretch() { return core_.next(); }  // of `Core::next`
-    virtual void look_ahead(const Given& given);
     // All of the plan, by `next`, and the sums, with `added`.
     virtual void compute(const Given& given, const Routed& routed) = 0;
     // The sums are there.
@@ -182,9 +192,13 @@ class Layer {
     double peer_blocked_s_ = 0.0, peer_link_s_ = 0.0;  // of the present pass, of the other device with the most
 
   private:
+    // Of the segments that a pass needs those that run on this device; sets `keep_` and `away_`.
+    const Segments& here(const Segments& needed);
+
     const Place at_;
     const KernelTable kernels_;
     Passes& passes_;
+    double placed_s_ = 0.0;
     const Given* given_ = nullptr;  // of the present pass
     Routed* routed_ = nullptr;
 };
@@ -218,12 +232,21 @@ struct ReplaceMissing : LayerRule {
     std::vector<std::int64_t> ids;
 };
 
-// What the native prefetch of a forward goes by, of all layers; its policy in Python (`prefetching.Prefetching`) says it.
+// What the prefetch of a forward goes by, of all layers; its policy in Python (`prefetching.Prefetching`) says it.
 struct Announced {
-    std::int64_t rows = 0;      // of the present forward; 0: nobody has announced it
-    bool one_row_each = false;  // of its sequences
-    bool rests = false;         // nothing is prefetched
-    bool always = false;        // routers are asked also where nothing that they may name is absent
+    std::int64_t rows = 0;   // of the present forward; 0: nobody has announced it
+    bool last_rows = false;  // the scores of each sequence's last row can be read
+    bool rests = false;      // nothing is prefetched
+    bool always = false;     // a policy is asked also where nothing that it may name is absent
+    bool waits = false;      // for copies under way, too
+
+    // Whether a prefetch for these keys [first, end) need not be asked. allowed: by the governor.
+    bool idle(const Core& core, const std::vector<std::pair<Key, Key>>& reach, bool allowed) const {
+        if (rests || reach.empty()) return true;
+        if (always) return false;
+        if (!allowed || waits) return !allowed;
+        return std::all_of(reach.begin(), reach.end(), [&](const auto& keys) { return core.there(keys.first, keys.second); });
+    }
 };
 
 // Prefetch by the routers of the layers behind, on this layer's input.
@@ -231,19 +254,15 @@ struct AskRouters : LayerAhead {
     // A policy that wraps keeps account of forwards: those that nobody has announced are for Python.
     bool takes(const Layer& layer, const Given& given) const override {
         if (!wraps || of->rests) return true;
-        return of->rows == given.tokens && (layer.place().index + 1 < layer.core().layout().layers || of->one_row_each);
+        return of->rows == given.tokens && (layer.place().index + 1 < layer.core().layout().layers || of->last_rows);
     }
     void asks(Layer& layer, Routers& routers) const override {
-        if (layers && !of->rests && (of->always || (layer.core().governor().next_allows() && !idle(layer.core()))))
-            routers.push_back(router);
+        if (!of->idle(layer.core(), reach, layer.core().governor().next_allows())) routers.push_back(router);
     }
     void run(Layer& layer, const Given& given, std::vector<double>& best) override;
-    bool idle(const Core& core) const {
-        const std::int64_t experts = core.layout().experts;
-        return core.there(first * experts, (first + layers) * experts);
-    }
     Router router = kNoRouter;  // of all these layers
     std::int64_t first, layers;  // first: layer asked
+    std::vector<std::pair<Key, Key>> reach;  // their keys
     bool wraps = false;
     std::shared_ptr<Announced> of;
     RouterPrefetch prefetch;

@@ -95,7 +95,10 @@ NB_MODULE(_core, m) {
         .def("busy_until", [](VirtualLink& link) -> std::optional<double> {
             const double end_s = link.busy_until();
             return end_s < 0 ? std::nullopt : std::optional(end_s);
-        }, "When the copy under way ends; None: the link is idle.");
+        }, "When the copy under way ends; None: the link is idle.")
+        .def("busy_s", &VirtualLink::busy_s, "Seconds for which copies have been under way, up to now.")
+        .def("compute", &VirtualLink::compute, "seconds"_a, "share"_a,
+             "The clock moves to the end of kernels that take so long alone, and go at `share` of their speed beside copies.");
     nb::class_<CarryingLink, VirtualLink>(m, "CarryingLink")
         .def(nb::init<Clock&, CopySeconds, double, nb::object>(), nb::keep_alive<1, 2>(), "clock"_a, "copy_s"_a, "late_s"_a,
              "carrier"_a);

@@ -5,14 +5,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "../../kernels/cpu/planner_replay.hpp"
 #include "bindings.hpp"
 
 namespace tiermoe::bindings {
@@ -156,50 +154,6 @@ void saw(Planner& planner, std::int64_t part, double expected_s, double seen_s) 
     planner.saw(static_cast<Part>(part), expected_s, seen_s);
 }
 
-using Model = std::tuple<int, int, int, int, int, int>;  // layers, experts, top_k, batch, rounds, prompt_tokens
-// decode_s, prompt_s, error, tokens, prompts, needed, hits, loads, near, waits, fills, prefetches
-using Counts = std::tuple<double, double, double, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
-                          std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-
-Counts replay(std::int64_t rule, std::int64_t slots, const Model& shape, const Ids& needed, const Ids& rows, const Ids& count,
-              const Ids& predicted, const Floats& share, const Longs& prompts, const Longs& popular, double popular_tokens,
-              const Costs& truth, const Costs& belief, std::uint32_t without, bool start, double planner_s, int first) {
-    Routing r{};
-    std::tie(r.layers, r.experts, r.top_k, r.batch, r.rounds, r.prompt_tokens) = shape;
-    const PlannerCosts true_costs = costs_of(truth), believed = costs_of(belief);
-    r.popular_tokens = popular_tokens;
-    if (rule < 0 || rule > static_cast<int>(Rule::planner)) refuse("there is no such rule", rule);
-    if (r.layers < 1 || r.experts < 1 || r.experts > kMostExperts || r.top_k < 1 || r.top_k > r.experts || r.batch < 1 ||
-        r.rounds < 1 || r.prompt_tokens < 1 || slots < 0 || slots > r.experts)
-        refuse("a model's shape or its slots are out of range", slots);
-    check_product({r.layers, r.experts}, kMostKeys);
-    const std::int64_t layer_steps = counted(count.size());
-    r.steps = static_cast<int>(layer_steps / r.layers);
-    r.widest = layer_steps ? static_cast<int>(needed.size() / layer_steps) : 0;
-    r.ranks = layer_steps ? static_cast<int>(predicted.size() / layer_steps / r.batch) : 0;
-    sized(count, {r.steps, r.layers}, "counts are [S, L], not of");
-    sized(needed, {layer_steps, r.widest}, "needed is [S, L, W], not of");
-    sized(rows, {needed.size()}, "rows are as needed, not of");
-    sized(predicted, {layer_steps, r.batch, r.ranks}, "predictions are [S, L, batch, P], not of");
-    sized(share, {r.steps, r.layers, r.experts}, "shares are [S, L, E], not of");
-    sized(prompts, {r.rounds, r.layers, r.experts}, "prompts are [rounds, L, E], not of");
-    sized(popular, {r.layers, r.experts}, "popularity is [L, E], not of");
-    if (r.steps < 1 || r.steps % r.rounds || r.ranks < r.top_k)
-        refuse("steps come in whole rounds, predictions name top_k or more; steps:", r.steps);
-    r.needed = needed.data(), r.rows = rows.data(), r.count = count.data(), r.predicted = predicted.data();
-    r.share = share.data(), r.prompts = prompts.data(), r.popular = popular.data();
-    const auto inside = [&](const Ids& ids) {
-        return std::all_of(ids.begin(), ids.end(), [&](std::int32_t e) { return e >= 0 && e < r.experts; });
-    };
-    const bool fit = std::all_of(count.begin(), count.end(), [&](std::int32_t c) { return c >= 0 && c <= r.widest; });
-    if (!inside(needed) || !inside(predicted) || !fit) refuse("there is no such expert; a layer has", r.experts);
-    const nb::gil_scoped_release free;
-    const Replayed found = Replay(r, static_cast<Rule>(rule), static_cast<int>(slots), true_costs, believed, without, start,
-                                  planner_s, first).run();
-    return {found.decode_s, found.prompt_s, found.error, found.tokens, found.prompts, found.needed,
-            found.hits,     found.loads,    found.near,  found.waits,  found.fills,   found.prefetches};
-}
-
 }  // namespace
 
 void bind_planner(nb::module_& m) {
@@ -234,11 +188,6 @@ void bind_planner(nb::module_& m) {
                                planner.shadow_token_s(Follow::fill), planner.shadow_token_s(Follow::split));
     }, "The rule that is followed (0: its own), seconds of a token as seen, and of on-demand, fill and split.")
         .def("error", &Planner::error, "Mean error of predicted layer times, as a share of the time.");
-    m.def("replay", &replay, "rule"_a, "slots"_a, "shape"_a, "needed"_a, "rows"_a, "count"_a, "predicted"_a, "share"_a,
-          "prompts"_a, "popular"_a, "popular_tokens"_a, "truth"_a, "belief"_a, "without"_a, "start"_a, "planner_s"_a, "first"_a,
-          "A rule on a stated machine, for `bench auto` (`planner_replay.hpp`).\n\n"
-          "shape: layers, experts, top_k, batch, rounds, prompt_tokens. Gives decode_s, prompt_s, error, tokens, prompts,\n"
-          "needed, hits, loads, near, waits, fills, prefetches.");
 }
 
 }  // namespace tiermoe::bindings

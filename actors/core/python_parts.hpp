@@ -52,6 +52,13 @@ class PythonParts : public Parts {
         }
         of.attr("send")();
     }
+    const float* scores(Layer& layer, std::int64_t router, std::int64_t count) override {
+        const nb::gil_scoped_acquire lock;
+        const auto found = nb::cast<nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(pass(layer).attr("scores")(router));
+        if (static_cast<std::int64_t>(found.size()) != count) throw std::invalid_argument("a router has other experts");
+        scores_.assign(found.data(), found.data() + count);
+        return scores_.data();
+    }
     Segments lost() override {
         const nb::gil_scoped_acquire lock;
         return nb::cast<Segments>(pass_.attr("lost")());
@@ -128,6 +135,7 @@ class PythonParts : public Parts {
     const nb::object begin_;
     nb::object pass_, routing_;  // of the present pass
     Segments here_;
+    std::vector<float> scores_;
     bool summed_ = false;
 };
 

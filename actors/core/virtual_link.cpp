@@ -77,6 +77,24 @@ double VirtualLink::busy_until() {
     return current_ ? end_s_ : -1.0;
 }
 
+double VirtualLink::busy_s() {
+    catch_up();
+    return copied_s_ + (current_ ? std::max(0.0, clock_.now_s - start_s_) : 0.0);
+}
+
+void VirtualLink::compute(double seconds, double share) {
+    if (share < 1)
+        while (seconds > 0) {
+            const double end_s = busy_until();
+            if (end_s < 0) break;
+            const double whole_s = seconds / share, left_s = end_s - clock_.now_s;
+            const double beside_s = std::min(whole_s, left_s);
+            clock_.now_s = beside_s < whole_s ? end_s : clock_.now_s + beside_s;
+            seconds -= beside_s * share;
+        }
+    if (seconds > 0) clock_.now_s += seconds;
+}
+
 void VirtualLink::catch_up() {
     while (current_ && end_s_ <= clock_.now_s) {
         Job& job = jobs_[current_];
@@ -85,6 +103,7 @@ void VirtualLink::catch_up() {
         job.times = {start_s_, end_s_, took_s, job.copy.back ? took_s / 2 : 0.0};
         current_ = 0;
         free_s_ = end_s_;
+        copied_s_ += took_s;
         if (!demand_.empty() || !prefetch_.empty()) start();
     }
 }

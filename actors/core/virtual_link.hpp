@@ -39,6 +39,10 @@ class VirtualLink : public Link {
 
     // When the copy under way ends; below 0: the link is idle.
     double busy_until();
+    // Seconds for which copies have been under way, up to now.
+    double busy_s();
+    // Kernels run that take so long without a copy beside them, and go at `share` of their speed beside one.
+    void compute(double seconds, double share);
     std::int64_t submitted_bytes() const { return submitted_bytes_; }
 
   private:
@@ -65,6 +69,7 @@ class VirtualLink : public Link {
     std::deque<Ticket> demand_, prefetch_;
     Ticket current_ = 0;  // 0: nothing is queued either
     double start_s_ = 0.0, end_s_ = 0.0, free_s_ = 0.0;  // of the current copy; when the one before ended
+    double copied_s_ = 0.0;                              // of copies that have ended
     std::int64_t submitted_bytes_ = 0;
     bool closed_ = false;
 };

@@ -1,20 +1,11 @@
 // The bindings of the executor of recorded layers.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
 #include <optional>
 #include <stdexcept>
-#include <string>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
@@ -29,103 +20,67 @@ namespace {
 using Ids = nb::ndarray<const std::int64_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;   // [L, T, K]
 using Next = nb::ndarray<const std::int64_t, nb::ndim<4>, nb::c_contig, nb::device::cpu>;  // [T, L, D, P]
 using NextScores = nb::ndarray<const double, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
-using PeerPart = std::tuple<std::string, Segments, std::vector<std::uint8_t>>;  // `policies.plan.Part`
+using Weights = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;  // [L, T, K]
 
-Recorded recorded(const VirtualRun& run, const Ids& ids, double dense_s, const std::optional<Next>& next_ids,
-                  const std::optional<NextScores>& next_scores, const ByScores* scores, const Segments& last_rows) {
-    Recorded found{ids.data(), static_cast<std::int64_t>(ids.shape(1)), static_cast<std::int64_t>(ids.shape(2)),
+Recorded recorded(const VirtualRun& run, const Ids& ids, double dense_s, const std::optional<Weights>& weights,
+                  const std::optional<Next>& next_ids, const std::optional<NextScores>& next_scores, const Segments& last_rows) {
+    Recorded found{ids.data(), nullptr, static_cast<std::int64_t>(ids.shape(1)), static_cast<std::int64_t>(ids.shape(2)),
                    dense_s, nullptr, nullptr, 0, 0, last_rows};
-    const std::size_t layers = run.layers();
+    const std::size_t layers = run.layers().size();
     if (ids.shape(0) != layers) throw std::invalid_argument("ids are [layers, tokens, top_k]");
-    if (!scores) return found;
-    if (!next_ids || !next_scores) throw std::invalid_argument("a prefetch by scores needs them");
-    for (std::size_t axis = 0; axis < 4; ++axis)
-        if (next_ids->shape(axis) != next_scores->shape(axis) || (axis < 2 && next_ids->shape(axis) != (axis ? layers : ids.shape(1))))
-            throw std::invalid_argument("experts ahead and their scores are [tokens, layers, distances, picks]");
-    found.next_ids = next_ids->data();
-    found.next_scores = next_scores->data();
-    found.distances = static_cast<std::int64_t>(next_ids->shape(2));
-    found.picks = static_cast<std::int64_t>(next_ids->shape(3));
+    if (weights) {
+        for (std::size_t axis = 0; axis < 3; ++axis)
+            if (weights->shape(axis) != ids.shape(axis)) throw std::invalid_argument("weights are as ids");
+        found.weights = weights->data();
+    }
+    if (next_ids.has_value() != next_scores.has_value()) throw std::invalid_argument("experts ahead come with their scores");
+    if (next_ids) {
+        for (std::size_t axis = 0; axis < 4; ++axis)
+            if (next_ids->shape(axis) != next_scores->shape(axis) || (axis < 2 && next_ids->shape(axis) != (axis ? layers : ids.shape(1))))
+                throw std::invalid_argument("experts ahead and their scores are [tokens, layers, distances, picks]");
+        found.next_ids = next_ids->data();
+        found.next_scores = next_scores->data();
+        found.distances = static_cast<std::int64_t>(next_ids->shape(2));
+        found.picks = static_cast<std::int64_t>(next_ids->shape(3));
+    }
     for (Segment row : last_rows)
         if (row < 0 || row >= found.tokens || !found.distances) throw std::invalid_argument("there is no such row");
     return found;
 }
 
-// Of what `rule` gives: None, or (experts of the pairs that run, keys on replicas).
-decltype(Calls::rule) rule_of(const nb::object& rule) {
-    if (rule.is_none()) return {};
-    return [&rule](std::int64_t layer) -> std::optional<Rerouted> {
-        const nb::object found = rule(layer);
-        if (found.is_none()) return std::nullopt;
-        auto [pairs, low] = nb::cast<std::pair<Segments, Segments>>(found);
-        return Rerouted{std::move(pairs), std::move(low)};
-    };
-}
-
-// Of what `place` gives: (segments here, residents that leave last, what peers run: name, keys and bits of each).
-decltype(Calls::place) place_of(const nb::object& place, Core& core) {
-    if (place.is_none()) return {};
-    return [&place, &core](std::int64_t layer, const Segments& needed, const Picked& picked) {
-        auto [here, keep, away] = nb::cast<std::tuple<Segments, nb::object, std::vector<PeerPart>>>(
-            place(layer, needed, picked.experts, picked.counts));
-        Placed found{std::move(here), {}, {}};
-        for (auto& [peer, keys, bits] : away) found.away.push_back({std::move(peer), std::move(keys), std::move(bits)});
-        bool absent = false;  // else nobody leaves
-        for (Segment s : found.here) absent |= core.state(s) == State::absent;
-        if (absent)
-            for (const nb::handle key : keep) found.keep.push_back(nb::cast<Key>(key));
-        return found;
-    };
-}
-
-decltype(Calls::send) send_of(const nb::object& send) {
-    if (send.is_none()) return {};
-    return [&send](std::int64_t layer, const std::vector<Away>& away, const Picked& picked) {
-        std::vector<PeerPart> parts;
-        for (const Away& to : away) parts.emplace_back(to.peer, to.segments, to.bits);
-        send(layer, parts, picked.experts, picked.counts);
-    };
-}
-
 }  // namespace
 
 void bind_virtual(nb::module_& m) {
-    nb::class_<ByScores>(m, "ByScores")
-        .def("__init__", [](ByScores* made, bool by_votes, std::int64_t distance, std::int64_t top, bool always,
-                            bool synchronous, bool wraps, std::uint8_t source) {
-            if (distance < 0 || top < 1) throw std::invalid_argument("a prefetch by scores wants experts of a later layer");
-            new (made) ByScores{by_votes, distance, top, always, synchronous, wraps, source};
-        }, "by_votes"_a, "distance"_a, "top"_a, "always"_a, "synchronous"_a, "wraps"_a, "source"_a);
+    nb::class_<VirtualLayer, Layer>(m, "VirtualLayer")
+        .def("router", [](VirtualLayer& layer, std::int64_t layers) {
+            if (layers < 1 || layers > layer.core().layout().layers) refuse("there are no so many later layers", layers);
+            return layer.add(layers);
+        }, "layers"_a, "The number of the recorded scores of so many later layers.");
     nb::class_<VirtualRun>(m, "VirtualRun", "The layers of a device on a virtual clock (virtual_run.hpp).")
-        .def("__init__", [](VirtualRun* made, Core& core, VirtualLink& link, Clock& clock, double expert_s,
+        .def("__init__", [](VirtualRun* made, Core& core, VirtualLink& link, Clock& clock, const nb::capsule& kernels, double expert_s,
                             double expert_row_s, double share, double load_byte_s, double miss_s, std::int64_t neurons) {
-            new (made) VirtualRun(core, link, clock, {expert_s, expert_row_s, share, load_byte_s, miss_s, neurons});
-        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), "core"_a, "link"_a, "clock"_a,
-           "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
-        .def("forward", [](VirtualRun& run, Ids ids, double dense_s, std::optional<Next> next_ids,
-                           std::optional<NextScores> next_scores, const ByScores* scores, const Segments& last_rows,
-                           std::shared_ptr<Placement> placement, nb::object rule, nb::object place,
-                           decltype(Calls::show) show, nb::object send, decltype(Calls::ahead) ahead,
-                           decltype(Calls::join) join, decltype(Calls::ran) ran) {
-            const Recorded of = recorded(run, ids, dense_s, next_ids, next_scores, scores, last_rows);
-            const Calls calls{rule_of(rule), place_of(place, run.core()), std::move(show), send_of(send), std::move(ahead),
-                              std::move(join), std::move(ran)};
-            run.forward(of, scores, placement, calls);
-        }, "ids"_a, "dense_s"_a, nb::kw_only(), "next_ids"_a = nb::none(), "next_scores"_a = nb::none(),
-           "scores"_a = nb::none(), "last_rows"_a = Segments(), "placement"_a = nb::none(), "rule"_a = nb::none(),
-           "place"_a = nb::none(), "show"_a = nb::none(), "send"_a = nb::none(), "ahead"_a = nb::none(), "join"_a = nb::none(), "ran"_a = nb::none(),
-           "All layers of a forward. ids: as picked [L, T, K]. dense_s: of each layer. next_ids, next_scores: by which\n"
-           "`scores` prefetches [T, L, D, P]. placement: decides in place of `place`. The others are called in each layer, in this\n"
-           "order.")
+            new (made) VirtualRun(core, link, clock, *static_cast<const KernelTable*>(named(kernels, kKernelTable)), {expert_s, expert_row_s, share, load_byte_s, miss_s, neurons});
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), "core"_a, "link"_a, "clock"_a,
+           "kernels"_a, "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
+        .def("forward", [](VirtualRun& run, Ids ids, double dense_s, std::optional<Weights> weights, std::optional<Next> next_ids,
+                           std::optional<NextScores> next_scores, const Segments& last_rows) {
+            run.forward(recorded(run, ids, dense_s, weights, next_ids, next_scores, last_rows));
+        }, "ids"_a, "dense_s"_a, nb::kw_only(), "weights"_a = nb::none(), "next_ids"_a = nb::none(), "next_scores"_a = nb::none(),
+           "last_rows"_a = Segments(),
+           "All layers of a forward. ids, weights: as picked [L, T, K]. dense_s: of each layer. next_ids, next_scores: by which a\n"
+           "prefetch goes [T, L, D, P].")
         .def("run", [](VirtualRun& run, std::int64_t layer, std::int64_t tokens, const Segments& experts,
                        const Segments& counts, const Segments& keep) {
-            if (layer < 0 || layer >= static_cast<std::int64_t>(run.layers())) refuse("there is no such layer", layer);
+            if (layer < 0 || layer >= static_cast<std::int64_t>(run.layers().size())) refuse("there is no such layer", layer);
             run.run(layer, tokens, {experts, counts, keep});
         }, "layer"_a, "tokens"_a, "experts"_a, "counts"_a, "keep"_a,
            "A layer's rows that came in a message: experts, and the rows of each. keep: residents that leave last.")
-        .def_prop_rw("records", [](VirtualRun& run) { return run.passes().records; },
-                     [](VirtualRun& run, bool records) { run.passes().records = records; })
-        .def("take", [](VirtualRun& run) { return take(run.passes()); });
+        .def_prop_ro("layers", [](VirtualRun& run) {
+            nb::list found;
+            for (const auto& layer : run.layers()) found.append(nb::cast(layer.get(), nb::rv_policy::reference_internal, nb::find(run)));
+            return found;
+        })
+        .def_prop_ro("passes", &VirtualRun::passes, nb::rv_policy::reference_internal);
 }
 
 }  // namespace tiermoe::core

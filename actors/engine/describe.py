@@ -128,7 +128,7 @@ def _ndp(settings: EngineSettings, engine: ExpertEngine) -> dict[str, Any] | Non
         "threads": settings.ndp.worker_threads,
         "transport": ", ".join(sorted({str(worker["transport"]) for worker in workers})),
         "activations": engine.activations.label,
-        "hardware": settings.ndp.profile.name,
+        "hardware": settings.ndp.device.name,
         "paced": settings.ndp.pace,
     }
 

@@ -100,7 +100,7 @@ class DeviceBackend:
     def run_into(self, of: Pass, y: int, groups: Groups, replicas: Replicas) -> None:
         """`run` in a pass of native kernels; y: the address of the pairs' rows."""
         if of.work is None:
-            hidden = of.view.hidden.contiguous()
+            hidden = of.view.hidden.float().contiguous()  # as the native kernels take it
             of.work = _Rows(hidden, pairs_of(of.routing, hidden.device), _rows_at(y, of.routing.pairs, hidden.shape[1]))
         self.run(of, groups, replicas)
 

@@ -299,8 +299,9 @@ class ExpertEngine:
             rules.append(LowBits(MixedPrecision(low.t1, low.t2, blocks[0].normalised), cache, self.experts))
         hooks = Hooks(
             rules,
-            [watcher for watcher in (self.shards, self.configuring) if watcher is not None],
+            [] if self.shards is None else [self.shards],
             [hook for hook in (self.prefetching, self.pre_evicting) if hook is not None],
+            None if self.configuring is None else self.configuring.passed,
         )
         peer_named = self._peer if self.shards is not None or self.ndp is not None else None
         views = self._make_views(blocks, rerouter)

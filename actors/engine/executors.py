@@ -24,8 +24,7 @@ from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, Launches
 from ...kernels.router import MOST_GPU_ROWS, LinearRouter
 from ..core import _core
 from .host_view import operands_of
-from .layer import Executor, MoeLayer, PythonExecutor, weakly
-from .placer import Placer
+from .layer import Executor, MoeLayer, PythonExecutor, install
 
 if TYPE_CHECKING:
     from .dispatch import DeviceBackend
@@ -56,6 +55,7 @@ class NativeExecutor:
 
     def __init__(self, step: MoeLayer) -> None:
         self.held: list[object] = [step.kernel]
+        self.asked: list[Asked] = []
         step.cache.native_steps = True
 
     def finds(self, asked: Asked) -> bool:
@@ -72,31 +72,7 @@ class NativeExecutor:
 
     def parts_s(self) -> dict[str, float]:
         """Seconds of the last pass by part of `host_times.PARTS`, where it was timed."""
-        return {"kernels": self.core.kernels_s}
-
-    def _install(self, step: MoeLayer) -> None:
-        """Give native code the layer's parts: its own, and Python's behind them.
-
-        On a GPU one read brings all that Python's parts read, so there all hooks are of one kind.
-        """
-        hooks, shared, placer = step.hooks, step.shared, step.placer
-        rules = [hook.native(step.index, self) for hook in hooks.reroute]
-        looks = [hook.native(step.index, self) for hook in hooks.ahead]
-        can_reroute, can_look = (len(some) == 1 and None not in some for some in (rules, looks))
-        if not self.on_host and ((rules and not can_reroute) or (looks and not can_look)):
-            can_reroute = can_look = False
-        for can, some in ((can_reroute, rules), (can_look, looks)):
-            if can and some[0] is not None:
-                some[0]()
-        told = [watcher.passed for watcher in hooks.watch if hasattr(watcher, "passed")]
-        if told:
-            (shared.on_passed,), shared.passes.records = told, True
-            step.watch = [watcher for watcher in hooks.watch if not hasattr(watcher, "passed")]
-        self.core.parts(
-            weakly(step), shared.planned, rule=bool(rules), ahead=bool(looks),
-            watched=bool(step.watch) or bool(placer.scored_at(step.index)),
-            decides=placer.native is not None or type(placer).where is not Placer.where, alone=not self.on_host,
-        )  # fmt: skip
+        return {"kernels": self.core.kernels_s, "place": self.core.placed_s}
 
 
 class CpuExecutor(NativeExecutor):
@@ -117,7 +93,7 @@ class CpuExecutor(NativeExecutor):
             gate_up, down, activation, step.shared.passes,
         )  # fmt: skip
         self.handle, self._run = core.step, core.run
-        self._install(step)
+        install(step, self)
 
     def finds(self, asked: Asked) -> bool:
         return isinstance(asked.probe, LinearRouter) and asked.probe.operands is not None and not asked.rows
@@ -139,12 +115,13 @@ class CpuExecutor(NativeExecutor):
         tokens, top_k = shape
         if hidden.shape != (tokens, self.width) or weights.shape != shape:
             raise ValueError(f"{tuple(hidden.shape)} rows, {tuple(shape)} ids and {tuple(weights.shape)} weights")
-        if not hidden.dtype is weights.dtype is torch.float32 or ids.dtype is not torch.int64:
+        dtype = hidden.dtype
+        if not dtype is weights.dtype is torch.float32 or ids.dtype is not torch.int64:
             hidden, ids, weights = hidden.float(), ids.long(), weights.float()
         hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
         self._shared.out = out = torch.empty_like(hidden)
         self._run(hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr())
-        return out
+        return out.to(dtype)
 
     def fail(self) -> None:
         """Raises what the last pass in a program has raised."""
@@ -160,15 +137,14 @@ class GpuExecutor(NativeExecutor):
     def __init__(self, step: MoeLayer, launches: Launches, backend: DeviceBackend) -> None:
         super().__init__(step)
         fetch = backend.views.fetch
-        self._asked: list[Asked] = []
         self._experts, self._device = step.experts, launches.device
         core = self.core = _core.GpuLayer(
             step.cache.core, _cpu.table(), launches.experts, getattr(fetch, "reads", None), MOST_GPU_ROWS,
-            partial(_fetched, fetch, self._asked), step.index, step.experts, step.cache.neurons, launches.most_rows,
+            partial(_fetched, fetch, self.asked), step.index, step.experts, step.cache.neurons, launches.most_rows,
             step.shared.passes,
         )  # fmt: skip
         self._run = core.run
-        self._install(step)
+        install(step, self)
 
     def finds(self, asked: Asked) -> bool:
         return True
@@ -176,7 +152,7 @@ class GpuExecutor(NativeExecutor):
     def router(self, asked: Asked | None) -> int:
         if asked is None:
             return -1
-        self._asked.append(asked)
+        self.asked.append(asked)
         fixed = isinstance(asked.probe, LinearRouter)  # others' operands may be of one input only
         operands = operands_of(asked, 1) if fixed else None
         return self.core.router(operands, self._experts * getattr(asked.probe, "layers", 1))

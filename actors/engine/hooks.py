@@ -13,6 +13,7 @@ from ..core import _core
 
 if TYPE_CHECKING:
     from .host_view import Asked
+    from .passes import OnPassed
 
 NO_KEYS: frozenset[int] = frozenset()
 
@@ -40,9 +41,13 @@ class View(Protocol):
 
 
 class Native(Protocol):
-    """A layer of native kernels, for hooks whose rule native code has. held: what it uses."""
+    """A layer in native code, for hooks whose rule native code has.
+
+    held: what it uses. on_host: its inputs are in host memory, so that each of Python's parts may read them for itself.
+    """
 
     held: list[object]
+    on_host: bool
 
     @property
     def core(self) -> _core.Layer:
@@ -69,7 +74,7 @@ class RerouteHook(Protocol):
 
 
 class Watcher(Protocol):
-    """Is told of passes. One that has a method `passed`, too, is told so of native kernels' passes (`Passed`)."""
+    """Is told of each pass in Python."""
 
     def routed(self, layer: int, routing: _core.Routing) -> None:
         """A layer's final routing is known."""
@@ -92,8 +97,12 @@ class AheadHook(Protocol):
 
 @dataclass(frozen=True)
 class Hooks:
-    """A policy's additions to each layer's step."""
+    """A policy's additions to each layer's step.
+
+    passed: called with the layers that have run, once a forward and before what looks ahead in Python; None: nobody is.
+    """
 
     reroute: Sequence[RerouteHook] = ()
     watch: Sequence[Watcher] = ()
     ahead: Sequence[AheadHook] = ()
+    passed: OnPassed | None = None

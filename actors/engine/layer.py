@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..core import _core
 from ..policies.plan import Part, by_peer
 from .cache.cache import ExpertCache
-from .hooks import NO_KEYS, Hooks
+from .hooks import NO_KEYS, Hooks, Native
 from .passes import Shared
 from .placer import Placer
 from .stats import LayerStats
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
     from ...kernels.expert_ffn import ExpertKernel
     from .calls import RemoteCall
+    from .host_view import Asked
 
 # (layer, ids [T, K], weights [T, K]) as the model picked them; an observer that stores them copies them
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
@@ -59,10 +60,11 @@ class MoeLayer:
         self.index, self.experts, self.kernel, self.post = index, experts, kernel, post
         self.cache, self.backend, self.placer = cache, backend, placer
         self.hooks = Hooks() if hooks is None else hooks
-        self.watch = self.hooks.watch  # told of each pass with Python's parts; an executor may tell others itself
         self.observers: list[Observer] = []
         self.check = check
         self.shared = Shared() if shared is None else shared
+        if self.hooks.passed is not None:
+            self.shared.on_passed, self.shared.passes.records = self.hooks.passed, True
         self._view: Any = None  # of the present pass, where it was read before
         self.executor: Executor = PythonExecutor(self) if make is None else make(self)
         if placer.native is not None:
@@ -153,14 +155,14 @@ class Pass:
     def routed(self, routing: _core.Routing) -> None:
         """The experts' segments are known, and a native placement decides next; it sets `remote`."""
         step = self.step
-        for watcher in step.watch:
+        for watcher in step.hooks.watch:
             watcher.routed(step.index, routing)
         step.placer.show(step.index, self.view)
 
     def place(self, routing: _core.Routing, needed: Sequence[int]) -> tuple[Sequence[int], AbstractSet[int], bool]:
         """Who runs the segments: those that run here, residents that leave last, and whether others are sent."""
         step, self.routing = self.step, routing
-        for watcher in step.watch:
+        for watcher in step.hooks.watch:
             watcher.routed(step.index, routing)
         here, keep, remote = step.placer.where(step.index, needed, routing, self.view)
         self.remote = by_peer(remote)
@@ -170,6 +172,11 @@ class Pass:
         """What is here is pinned."""
         self.calls = self.step.backend.send(self)
         self._joining = iter(self.calls)
+
+    def scores(self, router: int) -> NDArray[np.float32]:
+        """Of a router that native code asks by its number there [T, E]."""
+        found = self.view.scores(self.step.executor.asked[router])
+        return np.ascontiguousarray(found, np.float32)
 
     def ahead(self) -> None:
         """The layer's loads are queued: prefetch for later layers, or free slots for them."""
@@ -215,7 +222,7 @@ class Pass:
 
     def ran(self) -> None:
         """The pass is closed."""
-        for watcher in self.step.watch:
+        for watcher in self.step.hooks.watch:
             watcher.ran(self.step.index)
 
     def _low(self) -> frozenset[int]:
@@ -229,9 +236,11 @@ class Executor(Protocol):
     """Runs a layer's passes.
 
     looks: it needs the view of each pass; else that is made where a part is Python's.
+    asked: routers whose scores Python finds, by their numbers in native code.
     """
 
     looks: bool
+    asked: list[Asked]
 
     @property
     def core(self) -> _core.Layer:
@@ -249,6 +258,7 @@ class PythonExecutor:
     looks = True
 
     def __init__(self, step: MoeLayer) -> None:
+        self.asked: list[Asked] = []
         core = self.core = _core.PythonLayer(
             step.cache.core, step.index, step.experts, step.cache.neurons, step.shared.passes, weakly(step)
         )  # fmt: skip
@@ -256,6 +266,26 @@ class PythonExecutor:
 
     def run(self, *inputs: Any) -> Any:
         return self._run()
+
+
+def install(step: MoeLayer, to: Native) -> None:
+    """Give native code the layer's parts: its own, and Python's behind them.
+
+    Where inputs are not in host memory, one read brings all that Python's parts read, so all hooks are of one kind.
+    """
+    hooks, shared, placer = step.hooks, step.shared, step.placer
+    rules = [hook.native(step.index, to) for hook in hooks.reroute]
+    looks = [hook.native(step.index, to) for hook in hooks.ahead]
+    can_reroute, can_look = (len(some) == 1 and None not in some for some in (rules, looks))
+    if not to.on_host and ((rules and not can_reroute) or (looks and not can_look)):
+        can_reroute = can_look = False
+    for can, some in ((can_reroute, rules), (can_look, looks)):
+        if can and some[0] is not None:
+            some[0]()
+    to.core.parts(
+        weakly(step), shared.planned, rule=bool(rules), ahead=bool(looks),
+        watched=bool(hooks.watch) or bool(placer.scored_at(step.index)), alone=not to.on_host,
+    )  # fmt: skip
 
 
 def weakly(step: MoeLayer) -> Callable[[], Pass]:

@@ -13,7 +13,6 @@ from ...errors import ConfigError
 from ...kernels.router import LinearRouter
 from ..policies.baselines import Predictor
 from ..policies.eviction import EvictionPolicy
-from ..policies.fmoe import BlendPrefetch
 from ..policies.prefetch import NextGatePrefetch, PrefetchPolicy
 from ..policies.registry import NotPrepared, PolicyContext, make
 from ..policies.routing import Rerouting
@@ -100,7 +99,6 @@ def make_policy(
             NextGatePrefetch(layers, experts, top),
             eviction,
             None if shards is None else lambda: shards.iteration,
-            BlendPrefetch(layers, experts, top, prefetch.distance) if prefetch.kind == "blend" else None,
             None if shards is None else shards.relay,
         )
     mute = [layer for layer, block in enumerate(blocks) if block.router is None]

@@ -32,27 +32,23 @@ class Passed(NamedTuple):
 OnPassed = Callable[[Passed], object]
 
 
-def report_passes(passes: _core.CpuLayers | _core.VirtualRun, on_passed: OnPassed) -> None:
-    """Give each pass that native code has run since the last call."""
-    for found in passes.take():
-        on_passed(Passed._make(found))
-
-
 class Shared:
     """What the layers of one cache share.
 
     Args:
         last: the last layer; -1: nobody asks for a forward's end.
+        passes: of the core; None: of layers whose kernels are not the simulator's.
 
     Attributes:
-        passes: of the core. planned: whether the placement plans the present forward.
+        planned: whether the placement plans the present forward.
         inputs, out: of the present pass, or of several that run together.
-        on_passed: called with each pass, once a forward and before what else the watchers see; None: nobody is.
+        on_passed: as `hooks.Hooks.passed`.
         at_end: called when a forward's last layer has run.
     """
 
-    def __init__(self, last: int = -1) -> None:
-        self.last, self.passes, self.planned = last, _core.CpuLayers(), _core.Planned()
+    def __init__(self, last: int = -1, passes: _core.Passes | None = None) -> None:
+        self.last, self.planned = last, _core.Planned()
+        self.passes = _core.CpuLayers() if passes is None else passes
         self.inputs: Sequence[Any] = ()
         self.out: Any = None
         self.on_passed: OnPassed | None = None
@@ -65,7 +61,8 @@ class Shared:
     def report(self) -> None:
         """Give the passes so far to the watcher."""
         if self.on_passed is not None:
-            report_passes(self.passes, self.on_passed)
+            for found in self.passes.take():
+                self.on_passed(Passed._make(found))
 
     def end_forward(self) -> None:
         """The model's last layer has run."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import starmap
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -65,7 +64,7 @@ class Prefetching:
         on_predicted: called once a layer's routing is known with (next layer, predicted scores), if the policy has
             scores. They are [T, E] over the rows of this forward; for layer 0, predicted at the last layer for the next
             forward by policies that wrap, [S, E] over this forward's sequences. Read-only. While it is set, the policy
-            is asked even if prefetch is off.
+            is asked even if prefetch is off. It is set between forwards.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class Prefetching:
         shards: OtherShards | None = None,
     ) -> None:  # fmt: skip
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
-        self._last, self.announced = layers - 1, _core.Announced()  # what native code's version goes by
-        self._split = cache.split is not None
+        self._last, self.announced = layers - 1, _core.Announced()  # what native code goes by
+        self.announced.waits = policy.synchronous
         self.on_predicted: Callable[[int, NDArray[np.floating]], None] | None = None
         self._spans: Sequence[Span] = ()
         self._reach = [self._keys_ahead(index) for index in range(layers)]
@@ -107,6 +106,7 @@ class Prefetching:
     def begin(self, spans: Sequence[Span]) -> None:
         """The next forward carries these rows."""
         self._spans, self.announced.rests = spans, False
+        self.announced.rows, self.announced.always = spans[-1].stop, self._always
         if self._trials is not None:
             self._try(self._trials, spans[-1].stop)
         self._ask(0, self.policy.begin_forward(spans), not self._cache.governor.resting)
@@ -124,7 +124,7 @@ class Prefetching:
         if self.announced.rests:
             return
         policy, allowed = self.policy, self._cache.governor.allows()
-        if policy.stateless and self.idle(index, allowed):
+        if self.idle(index, allowed):
             return
         self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
         if self.on_predicted is not None and policy.predicted is not None:
@@ -133,49 +133,39 @@ class Prefetching:
             self.ended()
 
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """As of `hooks.AheadHook`."""
-        return None
-
-    def idle(self, index: int, allowed: bool = True) -> bool:
-        """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot.
-
-        Other shards have governors and slots of their own. A synchronous policy also waits for copies under way. Of a
-        split expert the bottom is loaded for each use, whether or not its top is in a slot.
-        """
-        policy, reach = self.policy, self._reach[index]
-        if self.announced.rests:
-            return True
-        if not policy.stateless:
-            return False
-        if not reach:
-            return True
-        if self._shards is not None or self.on_predicted is not None:
-            return False
-        if not allowed or policy.synchronous:
-            return not allowed
-        if self._loads_bottoms:
-            return False
-        return all(starmap(self._cache.core.there, reach))
-
-    def by_scores(self) -> _core.ByScores | None:
-        """What native code needs to prefetch by scores of later routers; None: the policy does otherwise."""
-        policy = self.policy
+        """As of `hooks.AheadHook`: native code prefetches by scores of later routers."""
+        policy, ask = self.policy, to.core.ask_routers
         spec = policy.native(0) if self._shards is None else None  # else other devices load, too
-        if spec is None:
+        if spec is None or (policy.wraps and policy.distance > 1):
             return None
-        number = self._cache.number_of(policy.name)
-        return _core.ByScores(
-            spec.votes, policy.distance, spec.top, self._always, policy.synchronous, policy.wraps, number
-        )  # fmt: skip
+        by = _core.ByScores(spec.votes, spec.top, policy.wraps, self._cache.number_of(policy.name))
+        self.announced.always = self._always
+        asked = self._asked_ahead(index) if self._reach[index] else []
+        if not asked:
+            return lambda: ask(-1, 0, 0, by, self.announced)
+        if asked[0] is None or any(one != asked[0] for one in asked) or not to.finds(asked[0]):  # not one product
+            return None
+        return lambda: ask(to.router(asked[0]), (index + 1) % (self._last + 1), len(asked), by, self.announced)
 
-    @property
-    def _loads_bottoms(self) -> bool:
-        return self._split and (split := self._cache.split) is not None and split.buffer_slots > 0
+    def idle(self, index: int, allowed: bool) -> bool:
+        """Whether a stateless policy need not be asked: prefetch rests, or every expert in its reach is in a slot."""
+        return self.policy.stateless and self.announced.idle(self._cache.core, self._reach[index], allowed)
+
+    def _asked_ahead(self, index: int) -> Sequence[Asked | None]:
+        """The scores of later layers that a layer reads, by distance."""
+        raise NotImplementedError
 
     @property
     def _always(self) -> bool:
-        """Whether a layer with others in its reach is never `idle`."""
-        return self.on_predicted is not None or self._loads_bottoms
+        """Whether a layer with others in its reach is never `idle`.
+
+        Other shards have governors and slots of their own. Of a split expert the bottom is loaded for each use, whether
+        or not its top is in a slot.
+        """
+        if self._shards is not None or self.on_predicted is not None:
+            return True
+        split = self._cache.split
+        return split is not None and split.buffer_slots > 0 and not self.policy.synchronous
 
     def _keys_ahead(self, index: int) -> list[tuple[int, int]]:
         """The keys of the layers that the policy prefetches for at a layer: first and end of each stretch."""
@@ -274,24 +264,15 @@ class RouterPrefetching(Prefetching):
     def asks(self, layer: int, tokens: int) -> list[Asked]:
         """The scores that `layer` reads, as far as known before (`host_view.Asker`)."""
         policy = self.policy
-        if policy.stateless and self.idle(layer, not self._cache.governor.resting):
+        if self.announced.rests or self.idle(layer, not self._cache.governor.resting):
             return []
         found = [self._lookahead(layer, distance, tokens) for distance in range(1, policy.looks_ahead + 1)]
         if policy.needs_probabilities:
             found.append(self._own[layer])
         return [asked for asked in found if asked is not None]
 
-    def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        policy, by, ask = self.policy, self.by_scores(), to.core.ask_routers
-        if by is None or policy.synchronous or (policy.wraps and policy.distance > 1):
-            return None
-        self.announced.always = self._always
-        if not self._reach[index]:
-            return lambda: ask(-1, 0, 0, by, self.announced)
-        asked = self._scores[index] or [self._lookahead(index, 1, 1)]
-        if asked[0] is None or any(one != asked[0] for one in asked) or not to.finds(asked[0]):  # not one product
-            return None
-        return lambda: ask(to.router(asked[0]), (index + 1) % (self._last + 1), len(asked), by, self.announced)
+    def _asked_ahead(self, index: int) -> Sequence[Asked | None]:
+        return self._scores[index] or [self._lookahead(index, 1, 1)]
 
     def ended(self) -> None:
         self._rows, self.announced.rows = (), 0
@@ -360,9 +341,8 @@ class RouterPrefetching(Prefetching):
             Span(row.name, row.start, row.stop, row.decode, None if means is None else means[i])
             for i, row in enumerate(rows)
         ]
-        self.announced.rows = rows[-1].stop if rows else 0
-        self.announced.one_row_each = len(rows) == self.announced.rows
         if rows:
+            self.announced.last_rows = len(rows) == rows[-1].stop
             self.begin(self._spans)
 
     def _begin_unannounced(self, tokens: int) -> None:

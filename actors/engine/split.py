@@ -20,7 +20,6 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core import _core
 from ..policies.eviction import CacheOrder
 from ..policies.moepic.configure import Configured, Room, Times, configure
 from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOptions, observe
@@ -35,12 +34,11 @@ _TIMES = 4096  # forwards whose times are stored
 
 @dataclass(slots=True)
 class Step:
-    """One forward, as it was recorded: layers by themselves, and native passes."""
+    """One forward, as it was recorded."""
 
     decode: bool  # it carried no row of a prompt
     tokens: int
     head_s: float | None  # from the last layer of the forward before to the first routing; None: not of two decodes
-    routed: list[tuple[int, list[int], list[int]]] = field(default_factory=list)  # layer, its experts and their rows
     predicted: list[tuple[int, NDArray[np.floating]]] = field(default_factory=list)  # layer, scores [rows, E]
     passes: list[Passed] = field(default_factory=list)
     layers: int = 0  # recorded so far
@@ -50,8 +48,6 @@ class Step:
     def tables(self, layers: int, experts: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Rows of each expert, and the highest score of any row that was predicted, or NaN: both [L, E]."""
         counts, scores = np.zeros((layers, experts), np.int64), np.full((layers, experts), np.nan)
-        for layer, chosen, rows in self.routed:
-            counts[layer, chosen] = rows
         for layer, seen in self.predicted:
             scores[layer] = seen[0] if len(seen) == 1 else seen.max(axis=0)
         for found in self.passes:
@@ -170,7 +166,7 @@ class Recorder:
     """Records each forward's layers as a `Step`; stores what it gets and computes nothing.
 
     Args:
-        layers: L. ended: called with each step of which all layers were recorded.
+        layers: L. ended: called with each step of which all layers were recorded. clock: of the time of recording.
 
     Attributes:
         spent_s: time of recording.
@@ -184,68 +180,41 @@ class Recorder:
         self.spent_s = 0.0
         self._scores: list[NDArray[np.floating] | None] = [None] * layers  # predicted for layers to come
         self._step: Step | None = None
-        self._follows = False  # the forward before was a decode
-        self._entered_s, self._left_s, self._blocked_s = 0.0, 0.0, 0.0
-
-    def routed(self, layer: int, routing: _core.Routing) -> None:
-        """A layer's routing is known, as its experts will run."""
-        self._entered_s = now_s = self._clock()
-        step = self._enter(layer, 1, routing.tokens, now_s)
-        if step is not None:
-            step.routed.append((layer, routing.experts, routing.counts))
-        self._blocked_s = self._cache.core.counts(layer).blocked_io_s
-        self.spent_s += self._clock() - now_s
+        self._follows, self._left_s = False, 0.0  # the forward before was a decode; when its last layer ended
 
     def predicted(self, layer: int, scores: NDArray[np.floating]) -> None:
         """A layer's predicted scores [rows, E], of this forward or (layer 0) of the next."""
         self._scores[layer] = scores if len(scores) else None
 
-    def ran(self, layer: int) -> None:
-        """A layer's experts have run."""
-        now_s = self._clock()
-        waited_s = max(0.0, self._cache.core.counts(layer).blocked_io_s - self._blocked_s)
-        self._leave(layer, (self._entered_s,), (now_s,), (waited_s,))
-        self.spent_s += self._clock() - now_s
-
     def passed(self, found: Passed) -> None:
-        """Layers' passes that native code has run; in place of `routed`, `predicted` and `ran`."""
-        now_s, count = self._clock(), len(found.counts)
-        step = self._enter(found.layer, count, found.tokens, found.began_s[0])
-        if step is not None:
-            step.passes.append(found)
+        """Layers have run."""
+        now_s, layer, stop = self._clock(), found.layer, found.layer + len(found.counts)
+        if layer == 0:
+            head_s = found.began_s[0] - self._left_s if self._follows else None
+            self._step, self._follows = Step(self._cache.core.decode_only, found.tokens, head_s), False
+        step = self._step
+        if step is not None and step.layers == layer:  # else layers before were not recorded
+            self._add(step, found, stop)
         if found.scores is not None and not isnan(found.scores[-1, 0]):
-            self._scores[(found.layer + count) % self._layers] = found.scores[-1:]
-        self._leave(found.layer, found.began_s, found.ended_s, found.waited_s)
+            self._scores[stop % self._layers] = found.scores[-1:]
+        self._left_s = found.ended_s[-1]
+        if step is not None and step.layers == stop == self._layers:
+            self._step, self._follows = None, step.decode
+            self._ended(step)
         self.spent_s += self._clock() - now_s
 
-    def _enter(self, layer: int, count: int, tokens: int, now_s: float) -> Step | None:
-        """The step of which these layers are the next; None: others are."""
-        if layer == 0:
-            self._step = Step(self._cache.core.decode_only, tokens, now_s - self._left_s if self._follows else None)
-            self._follows = False
-        step = self._step
-        if step is None or step.layers != layer:
-            return None
-        if layer:
-            step.attention_s += now_s - self._left_s
-        step.layers += count
-        for at in range(layer, step.layers):
+    def _add(self, step: Step, found: Passed, stop: int) -> None:
+        step.passes.append(found)
+        step.layers = stop
+        for at in range(found.layer, stop):
             if (scores := self._scores[at]) is not None:
                 step.predicted.append((at, scores))
                 self._scores[at] = None
-        return step
-
-    def _leave(self, layer: int, began_s: Sequence[float], ended_s: Sequence[float], waited_s: Sequence[float]) -> None:
-        step, before_s, self._left_s = self._step, began_s[0], ended_s[-1]
-        if step is None or step.layers != layer + len(ended_s):
-            return
-        for began, ended, waited in zip(began_s, ended_s, waited_s, strict=True):
+        before_s = self._left_s if found.layer else found.began_s[0]
+        for began, ended, waited in zip(found.began_s, found.ended_s, found.waited_s, strict=True):
             step.attention_s += began - before_s
             step.moe_s += max(0.0, ended - began - waited)
             before_s = ended
-        if step.layers == self._layers:
-            self._step, self._follows = None, step.decode
-            self._ended(step)
 
 
 class Configuring:
@@ -264,8 +233,7 @@ class Configuring:
     ) -> None:  # fmt: skip
         self._configurator, self._tau, self._batch = configurator, tau, batch
         self._recorder = recorder = Recorder(cache, configurator.layers, self._add, clock)
-        self.routed, self.predicted, self.ran = recorder.routed, recorder.predicted, recorder.ran
-        self.passed = recorder.passed
+        self.predicted, self.passed = recorder.predicted, recorder.passed
         self._lock = Lock()  # of `_steps`: handed over by the forward's thread or by `ask`
         self._steps: list[Step] = []
         self._tokens = 0  # of `_steps`

@@ -149,11 +149,8 @@ class ActivationMatrixPrefetch(LayeredPrefetch):
             self.collection.add(request.counts)
             self._version += 1
 
-    def nearest(self, sequence: str) -> int | None:
-        """The stored matrix that a running request matches; the first of equals, None if there is none."""
-        return self._nearest(self._requests[sequence])
-
     def _nearest(self, request: _Request) -> int | None:
+        """The stored matrix that a running request matches; the first of equals, None if there is none."""
         if request.version != self._version:
             request.cosines, request.version = self._compare(request.counts), self._version
         return int(request.cosines.sum(axis=1).argmax()) if len(self.collection) else None

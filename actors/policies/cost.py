@@ -17,7 +17,7 @@ GROUP_BYTES = 4  # scale and offset of a group, float16 each
 
 
 class CostError(ValueError):
-    """An impossible profile or piece of work; the message names the value and its range."""
+    """An impossible device or piece of work; the message names the value and its range."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def load_s(nbytes: int, link: Link) -> float:
 
 
 @dataclass(frozen=True)
-class NdpProfile:
+class NdpDevice:
     """A near-data device, as in a file of configs/hardware.
 
     Args:
@@ -75,7 +75,7 @@ class NdpProfile:
         _check_count("narrowest_bits", self.narrowest_bits, 1, FULL_BITS)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> NdpProfile:
+    def from_dict(cls, values: Mapping[str, Any]) -> NdpDevice:
         """From the keys of a file, all required. Raises CostError: a key is missing or unknown, or a value is out of
         range.
         """
@@ -155,7 +155,7 @@ def packed_bytes(hidden: int, intermediate: int, bits: int, group: int | None) -
     return weights + GROUP_BYTES * groups
 
 
-def expert_cost(profile: NdpProfile, work: Work) -> Cost:
+def expert_cost(device: NdpDevice, work: Work) -> Cost:
     """One expert on the device: `link_s` is 0, `total_s` the longer of memory and compute.
 
     1. Every weight byte, scales included, is read once at full internal bandwidth: experts are long contiguous arrays.
@@ -172,13 +172,13 @@ def expert_cost(profile: NdpProfile, work: Work) -> Cost:
     do not split, line 2 would leave one row at fp16's time.)
     6. Memory and arrays work in parallel (double buffering), so the longer one counts.
     """
-    memory_s = work.weight_bytes / (profile.memory_gbps * 1e9)
-    steps = math.ceil(work.rows / profile.array_rows)
-    compute_s = work.macs / work.rows * steps * profile.array_rows / profile.macs_per_s(work.bits)
+    memory_s = work.weight_bytes / (device.memory_gbps * 1e9)
+    steps = math.ceil(work.rows / device.array_rows)
+    compute_s = work.macs / work.rows * steps * device.array_rows / device.macs_per_s(work.bits)
     return Cost(0.0, memory_s, compute_s, max(memory_s, compute_s))
 
 
-def batch_cost(profile: NdpProfile, works: Sequence[Work], activation_bytes_in: int, activation_bytes_out: int) -> Cost:
+def batch_cost(device: NdpDevice, works: Sequence[Work], activation_bytes_in: int, activation_bytes_out: int) -> Cost:
     """One message with the token rows of several experts, and its reply; zero without experts.
 
     Experts run one after another, each on all arrays; the link carries all activations in before the first and all
@@ -190,8 +190,8 @@ def batch_cost(profile: NdpProfile, works: Sequence[Work], activation_bytes_in: 
     """
     if not works:
         return Cost(0.0, 0.0, 0.0, 0.0)
-    experts = [expert_cost(profile, work) for work in works]
-    link_s = load_s(activation_bytes_in, profile.link) + load_s(activation_bytes_out, profile.link)
+    experts = [expert_cost(device, work) for work in works]
+    link_s = load_s(activation_bytes_in, device.link) + load_s(activation_bytes_out, device.link)
     return Cost(
         link_s=link_s,
         memory_s=math.fsum(e.memory_s for e in experts),
@@ -223,7 +223,7 @@ class SplitCosts:
 
 
 def split_costs(
-    profile: NdpProfile, works: Sequence[Work], gpu_s: Sequence[float], one_load_s: float, row_bytes: int
+    device: NdpDevice, works: Sequence[Work], gpu_s: Sequence[float], one_load_s: float, row_bytes: int
 ) -> SplitCosts:
     """The device's side from the model, the GPU's side as given.
 
@@ -231,9 +231,9 @@ def split_costs(
         works: one for each needed expert. gpu_s: per expert, seconds on the GPU.
         one_load_s: seconds of one expert's load. row_bytes: of one token row's activations, each way.
     """
-    row_s = 2 * row_bytes / (profile.link_gbps * 1e9)
-    ndp_s = [expert_cost(profile, work).total_s + work.rows * row_s for work in works]
-    return SplitCosts(tuple(gpu_s), tuple(ndp_s), one_load_s, 2e-6 * profile.link_latency_us)
+    row_s = 2 * row_bytes / (device.link_gbps * 1e9)
+    ndp_s = [expert_cost(device, work).total_s + work.rows * row_s for work in works]
+    return SplitCosts(tuple(gpu_s), tuple(ndp_s), one_load_s, 2e-6 * device.link_latency_us)
 
 
 def _check_number(name: str, value: Any, *, zero: bool) -> None:

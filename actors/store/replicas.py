@@ -67,7 +67,7 @@ class ReplicaManifest(ChecksummedManifest):
         group: consecutive inputs that share a scale and an offset.
         widths: bits a weight, ascending.
         method: "data-free", each group fitted to its weights (`kernels/fit.py`); "gptq", each expert to its inputs.
-        act_order: GPTQ took the inputs in the order of their Hessian diagonal.
+        act_order: GPTQ took the inputs in the order of their Hessian diagonal, as earlier versions could.
         calibration: the text of GPTQ's inputs.
         files: by width, then by layer.
         losses: the file of `ReplicaTables`.

@@ -14,7 +14,7 @@ from ..papers import CLAIMS, Comparison, judged
 _SECTIONS = (
     Served("7:3",
            variants("on-demand", "next-gate", "deepspeed-inference", "mixtral-offloading", "promoe", "moe-infinity",
-                    "fmoe-t", "fmoe-ts", "fmoe", "fmoe-blend")),
+                    "fmoe-t", "fmoe-ts", "fmoe")),
     Served("online",
            variants("on-demand", "next-gate", "deepspeed-inference", "mixtral-offloading", "promoe", "moe-infinity",
                     "fmoe"), warm=False),

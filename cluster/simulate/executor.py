@@ -1,6 +1,6 @@
 """The simulated executor: the engine's own cache, layers and policies on a virtual clock and a recorded routing.
 
-    a forward's parts -> RecordedForward -> core::VirtualRun: each layer's pass; policies that are Python's are called
+    a forward's parts -> RecordedForward -> core::VirtualRun: each layer's pass, with the parts of an engine's layer
 
 A virtual link copies, kernels let time pass, and peers answer at a time of their own clocks. Everything that decides or
 counts is the serving code.
@@ -9,7 +9,6 @@ counts is the serving code.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -22,20 +21,21 @@ from ...actors.budget import Budget
 from ...actors.core._core import Routing
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.slots import LowBitPart
-from ...actors.engine.passes import report_passes
+from ...actors.engine.hooks import Hooks
+from ...actors.engine.layer import MoeLayer
+from ...actors.engine.passes import Shared
 from ...actors.engine.placer import Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
-from ...actors.engine.prefetching import Prefetching
 from ...actors.engine.rerouting import LowBits, Rerouter, report_link_speed
 from ...actors.engine.split import Configuring, make_configuring
 from ...actors.engine.stats import EngineStats
 from ...actors.policies.activeevict import PreEviction
+from ...actors.policies.auto import Without
 from ...actors.policies.buddymoe.buddies import ExpertProfile
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.fmoe import ExpertMapPolicy
 from ...actors.policies.hobbit import MixedPrecision
 from ...actors.policies.moepic.split import SplitLayout
-from ...actors.policies.plan import Part, by_peer
 from ...actors.policies.prefetch import PrefetchOptions, PrefetchPolicy
 from ...actors.policies.prefetch_trials import PrefetchTrials
 from ...actors.policies.registry import PolicyContext, kinds, make, policy_class
@@ -46,7 +46,7 @@ from ...actors.slot_budget import SlotSizes, divide, mixed_slots
 from ...actors.store.artifacts import PolicyArtifacts
 from ...errors import ConfigError, TraceError
 from ...kernels.pack import PackedShape
-from .gpu import PoolSize, SimulatedGpu
+from .gpu import PoolSize, SimulatedGpu, VirtualExecutor
 from .machine import Machine
 from .peers import (
     MatcherLag,
@@ -59,7 +59,7 @@ from .peers import (
     owners_of,
     rows_of,
 )
-from .recorded import Parts, RecordedForward, RecordedLayer, recorded_logits, see, spans_of
+from .recorded import Parts, RecordedForward, RecordedPrefetching, recorded_logits, spans_of
 from .trace import TraceHeader
 
 PLAIN = PolicySettings(name="plain", lossless=True, prefetch=PrefetchOptions(min_useful=0.0))
@@ -119,6 +119,7 @@ class Policies:
         popularity: [L, E], for a static placement.
         settings: the preset: its governor, write-back, low-bit replicas (whose kernels take as long as full experts),
             adaptive split and placement. `PLAIN`: none of these, and prefetch is never turned off.
+        believed: the machine whose costs a planner starts from; None: that which it is. without: what it leaves out.
     """
 
     eviction: EvictionPolicy
@@ -130,6 +131,8 @@ class Policies:
     split: SplitLayout | None = None
     popularity: NDArray[np.int64] | None = None
     settings: PolicySettings = PLAIN
+    believed: Machine | None = None
+    without: Without = Without.NOTHING
 
 
 class SimulatedEngine:
@@ -173,27 +176,38 @@ class SimulatedEngine:
         self._placer = self._make_placer(policies)
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(policies)
         self._rerouting, self._check = policies.rerouting, check
-        self._rules = self._make_rules(policies)
-        self._ahead: list[Any] = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
-        self.run.records = self._configuring is not None
+        self._shared = Shared(header.layers - 1, self.run.passes)
         self._tokens: dict[str, int] = {}  # so far, by sequence
-        self._view: RecordedLayer | None = None  # of the present layer, once somebody has read it
+        hooks, nothing, experts = self._make_hooks(policies), cast(Any, None), header.experts
+        self._layers = [
+            MoeLayer(
+                i, experts, self.cache, cast(Any, self._peers), self._placer, nothing, hooks=hooks, shared=self._shared,
+                make=partial(VirtualExecutor, run=self.run),
+            )
+            for i in range(header.layers)
+        ]  # fmt: skip
         self._placer.preload()
 
     def _make_placer(self, policies: Policies) -> Placer:
         """None of its layers is asked about where all runs on the lead's GPU."""
         settings, header, machine, peers = policies.settings, self.header, self.machine, self._peers
         if self._shards:
-            peers.shards = SimulatedShards(header, machine, self.clock, peers.handle, self._shards)
+            peers.shards = SimulatedShards(header, machine, self.clock, self._shards)
         if not (self._shards or settings.uses_ndp):
             return Placer(self.cache)
         if machine.ndp is not None and settings.uses_ndp:
-            peers.ndp = SimulatedNdp(machine.ndp, header, machine.ndp_workers, neurons_of(header), self.clock)
+            peers.ndp = SimulatedNdp(
+                machine.ndp, header, machine.ndp_workers, neurons_of(header), self.clock, self._lead.link,
+                machine.ndp_share,
+            )  # fmt: skip
         return make_simulated_placer(
-            settings, header, machine, self.caches, peers, policies.popularity, recorded_logits
-        )
+            settings, header, machine, self.caches, peers, policies.popularity, recorded_logits, policies.believed,
+            policies.without,
+        )  # fmt: skip
 
-    def _make_ahead(self, policies: Policies) -> tuple[Prefetching | None, PreEvicting | None, Configuring | None]:
+    def _make_ahead(
+        self, policies: Policies
+    ) -> tuple[RecordedPrefetching | None, PreEvicting | None, Configuring | None]:
         """Prefetch, pre-eviction and the configurator; None for each that the policy lacks."""
         header, settings, prefetch = self.header, policies.settings, policies.prefetch
         layers, experts = header.layers, header.experts
@@ -203,7 +217,7 @@ class SimulatedEngine:
         if prefetch is not None:
             if self.machine.matcher_s and getattr(prefetch, "of_matcher", False):
                 prefetch = MatcherLag(prefetch, self.clock, self.machine.matcher_s, experts)
-            prefetching = Prefetching(prefetch, self.cache, layers, experts, see, cast(Any, self._peers.shards))
+            prefetching = RecordedPrefetching(prefetch, self.cache, header, self._peers.shards)
             if policies.trials is not None:
                 prefetching.adapt(policies.trials, self.clock)
         if policies.pre_evict is not None:
@@ -213,7 +227,7 @@ class SimulatedEngine:
         )
         return prefetching, pre_evicting, configuring
 
-    def _make_rules(self, policies: Policies) -> list[Any]:
+    def _make_hooks(self, policies: Policies) -> Hooks:
         rules: list[Any] = []
         if policies.rerouting is not None:
             recorded = cast(Any, [SimpleNamespace(router=policies.rerouting)] * self.header.layers)  # has probabilities
@@ -221,7 +235,9 @@ class SimulatedEngine:
         if (low_bit := policies.settings.low_bit) is not None:
             mixed = MixedPrecision(low_bit.t1, low_bit.t2, renormalise=True)
             rules.append(LowBits(mixed, self.cache, self.header.experts))
-        return rules
+        ahead = [hook for hook in (self._prefetching, self._pre_evicting) if hook is not None]
+        passed = None if self._configuring is None else self._configuring.passed
+        return Hooks(rules, [_Checks(self.cache)] if self._check else [], ahead, passed)
 
     def preload(self) -> None:
         """Load every expert on its GPU."""
@@ -286,65 +302,19 @@ class SimulatedEngine:
         self.layers(forward, self.machine.dense(forward.tokens, context))
 
     def layers(self, forward: RecordedForward, dense_s: float) -> None:
-        """All layers (`core::VirtualRun`); what only some presets have is called in each layer.
-
-        dense_s: of the dense part of each.
-        """
-        calls, ahead = dict[str, Any](), self._ahead
-        if self._prefetching is not None and (scores := self._prefetching.by_scores()) is not None:
-            calls["next_ids"], calls["next_scores"] = forward.next_scores()
-            calls["scores"], ahead = scores, ahead[1:]
-            calls["last_rows"] = forward.last_rows() if self._prefetching.policy.wraps else ()
-        self._view = None
-        if self._rules:
-            calls["rule"] = partial(self._reroute, forward)
-        if (placement := self._placer.native) is not None:
-            calls["placement"] = placement
-            if self._placer.scored_at(0):
-                calls["show"] = lambda layer: self._placer.show(layer, self._layer(forward, layer))
-        elif not self._placer.local:
-            calls["place"] = partial(self._place, forward)
-        if "placement" in calls or "place" in calls:
-            calls |= {"send": partial(self._peers.send, forward.tokens), "join": self._peers.join}
-        if ahead:
-            calls["ahead"] = partial(self._look_ahead, forward, ahead)
-        if self._check:
-            calls["ran"] = lambda layer: self.cache.check_integrity()
-        self.run.forward(forward.ids, dense_s, **calls)
-        self._report_passes()
-
-    def _layer(self, forward: RecordedForward, layer: int) -> RecordedLayer:
-        if (view := self._view) is None or view.index != layer:
-            view = self._view = RecordedLayer(layer, forward)
-        return view
-
-    def _reroute(self, forward: RecordedForward, layer: int) -> tuple[list[int], list[int]] | None:
-        """The experts of the pairs that run, and the keys of those that run on replicas; None: as picked."""
-        view, low = self._layer(forward, layer), frozenset[int]()
-        for rule in self._rules:
-            low |= rule.layer(layer, view)
-        pairs = view.rerouted
-        if pairs is None and not low:
-            return None
-        return view.picked.ravel().tolist() if pairs is None else pairs, list(low)
-
-    def _place(
-        self, forward: RecordedForward, layer: int, needed: list[int], experts: list[int], counts: list[int]
-    ) -> tuple[Sequence[int], AbstractSet[int], list[Part]]:
-        """Segments that run here, residents that leave last, and what peers run."""
-        routing = Routing.of_counts(layer, self.header.experts, forward.tokens, experts, counts)
-        here, keep, away = self._placer.where(layer, needed, routing, self._layer(forward, layer))
-        return here, keep, by_peer(away)
-
-    def _look_ahead(self, forward: RecordedForward, hooks: Sequence[Any], layer: int) -> None:
-        self._report_passes()  # before what is predicted now
-        self.cache.tell_order()
-        for hook in hooks:
-            hook.layer(layer, self._layer(forward, layer))
-
-    def _report_passes(self) -> None:
-        if self._configuring is not None:
-            report_passes(self.run, self._configuring.passed)
+        """All layers (`core::VirtualRun`). dense_s: of the dense part of each."""
+        given, prefetching = dict[str, Any](), self._prefetching
+        if prefetching is not None and prefetching.reads_scores:
+            given["next_ids"], given["next_scores"] = forward.next_scores()
+            given["last_rows"] = forward.last_rows() if prefetching.policy.wraps else ()
+        if self._rerouting is not None:
+            given["weights"] = forward.weights
+        self._shared.begin((forward,), self._placer)
+        try:
+            self.run.forward(forward.ids, dense_s, **given)
+        finally:
+            self._shared.inputs = ()
+        self._shared.end_forward()
 
     def end_sequence(self, name: str) -> None:
         """A sequence is over."""
@@ -357,6 +327,19 @@ class SimulatedEngine:
         """Zero the counters; residency and the clock stay."""
         for cache in self.caches:
             cache.reset_stats()
+
+
+class _Checks:
+    """Checks a cache's invariants after each layer (`hooks.Watcher`)."""
+
+    def __init__(self, cache: ExpertCache) -> None:
+        self._cache = cache
+
+    def routed(self, layer: int, routing: Routing) -> None:
+        """There is nothing to see."""
+
+    def ran(self, layer: int) -> None:
+        self._cache.check_integrity()
 
 
 def replica_bytes(header: TraceHeader, bits: int) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from ...actors.policies.cost import CostError, Link, NdpProfile
+from ...actors.policies.cost import CostError, Link, NdpDevice
 from ...errors import ConfigError
 from ..config import configs_dir
 from ..topology.machine_costs import THIS, MachineCosts, PolicyCosts, costs_of, machine_file
@@ -36,7 +36,8 @@ class Machine(Costs):
             time for its bytes.
         message_s: of the lead's host for each message that it sends to a peer or takes from one.
         matcher_s: from a published layer until its command is there.
-        ndp: the near-data device, of which there are `ndp_workers`; None: there is none.
+        ndp: the near-data device, of which there are `ndp_workers`; None: there is none. ndp_share: speed of its
+            kernels while the lead's link copies; 1: they read other memory than copies.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -52,8 +53,9 @@ class Machine(Costs):
     peer_us: Annotated[float, Field(ge=0)] = 0.0
     message_s: Annotated[float, Field(ge=0)] = 0.0
     matcher_s: Annotated[float, Field(ge=0)] = 0.0
-    ndp: NdpProfile | None = None
+    ndp: NdpDevice | None = None
     ndp_workers: Annotated[int, Field(ge=1)] = 1
+    ndp_share: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @property
     def link(self) -> Link | None:
@@ -111,11 +113,11 @@ def machine_of(
     )  # fmt: skip
 
 
-def ndp_device(name: str) -> NdpProfile:
+def ndp_device(name: str) -> NdpDevice:
     """A near-data device of configs/hardware. Raises ConfigError: it is unknown or refused."""
     path = configs_dir() / "hardware" / f"{name}.yaml"
     try:
-        return NdpProfile.from_dict(read_yaml(path))
+        return NdpDevice.from_dict(read_yaml(path))
     except CostError as error:
         raise ConfigError(f"'{path}': {error}", "correct the file") from error
 

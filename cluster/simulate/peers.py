@@ -3,28 +3,29 @@
     lead: send at t -> peer: begins at max(its clock, t + hop), runs -> lead: joins at max(its clock, end + hop)
 
 A shard is a GPU as the lead is (`gpu.SimulatedGpu`). A near-data device runs its batches one after another in the time
-of `policies.cost.batch_cost`. The matcher's forecasts come a lag after they were asked for. The lead's placers are the
-engine's (`engine.peers.placement`).
+of `policies.cost.expert_cost` and a message. The matcher's forecasts come a lag after they were asked for. The lead's
+placers are the engine's (`engine.peers.placement`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from dataclasses import asdict, dataclass, field, replace
+from math import fsum
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.core._core import Clock
+from ...actors.core._core import Clock, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
+from ...actors.engine.layer import MoeLayer, Pass
 from ...actors.engine.placer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
-from ...actors.policies.auto import Costs
-from ...actors.policies.context_ndp import HotSet, HotSlots, PlacementOptions
-from ...actors.policies.cost import FULL_BITS, NdpProfile, Work, batch_cost, expert_cost, load_s
-from ...actors.policies.plan import Part
+from ...actors.policies.auto import Costs, Without
+from ...actors.policies.context_ndp import HotSet, HotSlots
+from ...actors.policies.cost import FULL_BITS, NdpDevice, Work, expert_cost, load_s
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -35,6 +36,7 @@ from ...errors import ConfigError
 from ...proto.messages import ExpertResult
 from .gpu import SimulatedGpu
 from .machine import Machine, without_ndp
+from .recorded import RecordedForward, RecordedLayer
 from .trace import TraceHeader
 
 _ROW_ITEM = 4  # bytes of a number of a row between processes: float32
@@ -45,6 +47,8 @@ _GROUP = 64  # inputs that share a replica's scale
 class SimulatedTask:
     """One peer's experts of a layer (`engine.peers.remote.RemoteCall`). done_s: when its answer is at the lead."""
 
+    recomputed: ClassVar[bool] = False  # none is lost
+
     kind: PeerKind
     name: str
     keys: list[int]
@@ -53,6 +57,7 @@ class SimulatedTask:
     answer: ExpertResult
     blocked_s: float = 0.0
     link_s: float = 0.0
+    busy_s: float = 0.0  # for which the lead's link had copied when it began
 
 
 class SimulatedShard(SimulatedGpu):
@@ -95,7 +100,7 @@ class SimulatedShard(SimulatedGpu):
 
 
 class Peers:
-    """What runs beside the lead, and the lead's host, which handles one message after the other.
+    """What runs beside the lead, and the lead's host, which handles one message after the other (`layer.Backend`).
 
     Args:
         lead: its cache and clock.
@@ -108,53 +113,51 @@ class Peers:
         self._experts, self._message_s, self._lead = header.experts, machine.message_s, lead
         self.shards: SimulatedShards | None = None
         self.ndp: SimulatedNdp | None = None
-        self._tasks: list[SimulatedTask] = []  # of the present layer
 
-    def handle(self) -> None:
-        """Send a message to a peer, or take one."""
-        self._lead.clock.advance(self._message_s)
+    def look(self, step: MoeLayer, weighed: bool, forward: RecordedForward) -> RecordedLayer:
+        return RecordedLayer(step.index, forward)
 
-    def send(
-        self, tokens: int, layer: int, away: Sequence[Part], experts: Sequence[int], counts: Sequence[int]
-    ) -> None:
-        """What peers run of a layer's experts, which have so many rows each, of `tokens` rows."""
-        base, rows = layer * self._experts, dict(zip(experts, counts, strict=True))
-        self._tasks = []
-        for name, keys, bits in away:
+    def send(self, of: Pass) -> list[SimulatedTask]:
+        """What peers run of a layer's experts."""
+        layer, routing, tasks = of.step.index, of.routing, list[SimulatedTask]()
+        base, rows = layer * self._experts, dict(zip(routing.experts, routing.counts, strict=True))
+        for name, keys, bits in of.remote:
             needed = [key - base for key in keys]
             some = [rows[expert] for expert in needed]
-            self.handle()
+            self._lead.clock.advance(self._message_s)
             if self.ndp is not None and name.startswith("ndp/"):
-                self._tasks.append(self.ndp.run(name, keys, bits, some, tokens))
+                tasks.append(self.ndp.run(name, keys, bits, some, routing.tokens))
             else:
                 assert self.shards is not None  # plans name no others
-                self._tasks.append(self.shards.run(name, layer, keys, tokens, needed, some))
+                tasks.append(self.shards.run(name, layer, keys, routing.tokens, needed, some))
+        return tasks
 
-    def join(self, layer: int) -> tuple[float, float]:
-        """Wait for the answers, and take them: seconds of the GPU that waited longest, and of the busiest link."""
+    def join(self, of: Pass, task: SimulatedTask) -> bool:
+        """Wait for an answer, and take it."""
         cache, clock = self._lead.cache, self._lead.clock
-        for task in self._tasks:
+        if self.ndp is not None and task.kind == "ndp":
+            waited_s = self.ndp.wait(task)
+        else:
             waited_s = max(0.0, task.done_s - clock.now_s)
             clock.now_s += waited_s
-            self.handle()
-            cache.stats.count_answer(
-                layer, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.core.decode_only
-            )
-        return max(task.blocked_s for task in self._tasks), max(task.link_s for task in self._tasks)
+        clock.advance(self._message_s)
+        cache.stats.count_answer(
+            of.step.index, task.kind, waited_s, len(task.keys), task.pairs, task.answer, cache.core.decode_only
+        )
+        return True
+
+    def add(self, of: Pass, out: Any) -> None:
+        """There are no sums."""
 
 
 class SimulatedShards:
     """The other GPUs of a lead (`engine.peers.shards.Shards`); experts belong to GPUs round-robin.
 
     Args:
-        clock: the lead's. handle: its host handles a message. shards: GPUs 1..G-1.
+        clock: the lead's. shards: GPUs 1..G-1.
     """
 
-    def __init__(
-        self, header: TraceHeader, machine: Machine, clock: Clock, handle: Callable[[], None],
-        shards: Sequence[SimulatedShard],
-    ) -> None:  # fmt: skip
-        self._handle = handle
+    def __init__(self, header: TraceHeader, machine: Machine, clock: Clock, shards: Sequence[SimulatedShard]) -> None:
         self.peers = {f"shard/{i}": shard for i, shard in enumerate(shards, start=1)}
         self._machine, self._clock, self._row_bytes = machine, clock, _ROW_ITEM * header.hidden
         self._owners = owners_of(header, machine.gpus)
@@ -185,6 +188,10 @@ class SimulatedShards:
         return SimulatedTask(
             "shard", name, keys, pairs, shard.clock.now_s + hop_s, answer, blocked_s, answer.modelled_s
         )
+
+    def _handle(self) -> None:
+        """The lead's host sends a message."""
+        self._clock.advance(self._machine.message_s)
 
     def prefetch(self, layer: int, keys: Sequence[int]) -> None:
         """Post prefetches to the owners, most wanted first."""
@@ -217,14 +224,17 @@ class SimulatedNdp:
     """Near-data devices that share the experts (`engine.peers.remote.NdpPool`), each with a clock of its own.
 
     Attributes:
+        share: speed of their kernels while the lead's link copies.
         free_s: when each has ended its last batch.
     """
 
-    profile: NdpProfile
+    device: NdpDevice
     header: TraceHeader
     workers: int
     neurons: int
     clock: Clock
+    link: VirtualLink
+    share: float = 1.0
     available: bool = True
     free_s: list[float] = field(default_factory=list)
 
@@ -233,6 +243,7 @@ class SimulatedNdp:
         keys = self.header.layers * self.header.experts
         self._owners = spread_by_bytes([1] * keys, self.workers)
         self._names = [f"ndp/{i}" for i in range(self.workers)]
+        self._kernels_s = dict[tuple[int, int], float]()  # of an expert, by bits and rows
 
     @property
     def living(self) -> int:
@@ -248,16 +259,35 @@ class SimulatedNdp:
 
     def run(self, name: str, keys: list[int], bits: Sequence[int], counts: Sequence[int], tokens: int) -> SimulatedTask:
         """A batch with `counts` rows of each expert, of `tokens` rows in all; bits 0: full precision."""
-        number, works = self._names.index(name), list[Work]()
-        for width, rows in zip(bits, counts, strict=True):
-            works.append(Work(self.header.hidden, self.neurons, rows, width or FULL_BITS, _GROUP if width else None))
-        nbytes = min(tokens, sum(counts)) * self.header.hidden * _ROW_ITEM
-        cost = batch_cost(self.profile, works, nbytes, nbytes)
+        number, pairs = self._names.index(name), sum(counts)
+        kernels_s = fsum(map(self.kernels_s, bits, counts))
+        total_s = 2 * load_s(min(tokens, pairs) * self.header.hidden * _ROW_ITEM, self.device.link) + kernels_s
         begin_s = max(self.clock.now_s, self.free_s[number])
-        self.free_s[number] = done_s = begin_s + cost.total_s
+        self.free_s[number] = done_s = begin_s + total_s
         nothing: Any = None
-        answer = ExpertResult(nothing, cost.total_s, cost.total_s, done_s - self.clock.now_s)
-        return SimulatedTask("ndp", name, keys, sum(counts), done_s, answer)
+        answer = ExpertResult(nothing, kernels_s, total_s, done_s - self.clock.now_s)
+        return SimulatedTask("ndp", name, keys, pairs, done_s, answer, busy_s=self.link.busy_s())
+
+    def kernels_s(self, bits: int, rows: int) -> float:
+        """Seconds of one expert on a device."""
+        if (bits, rows) not in self._kernels_s:
+            work = Work(self.header.hidden, self.neurons, rows, bits or FULL_BITS, _GROUP if bits else None)
+            self._kernels_s[bits, rows] = expert_cost(self.device, work).total_s
+        return self._kernels_s[bits, rows]
+
+    def wait(self, task: SimulatedTask) -> float:
+        """Wait for a task, which copies may have slowed since it began; how long."""
+        asked_s, kernels_s = self.clock.now_s, task.answer.measured_s
+        beside_s = self.link.busy_s() - task.busy_s  # up to now; its kernels may have ended before
+        slowed_s = min((1 - self.share) * beside_s, (1 / self.share - 1) * kernels_s)
+        self.link.compute(task.done_s + slowed_s - asked_s, self.share)
+        waited_s = self.clock.now_s - asked_s
+        if self.share < 1:
+            late_s = self.clock.now_s - task.done_s if waited_s > 0 else slowed_s
+            task.answer = replace(task.answer, measured_s=kernels_s + late_s)
+            number = self._names.index(task.name)
+            self.free_s[number] = max(self.free_s[number], task.done_s + late_s)
+        return waited_s
 
 
 def owners_of(header: TraceHeader, gpus: int) -> list[int]:
@@ -272,7 +302,7 @@ def rows_of(spans: Sequence[Span]) -> list[SequenceRows]:
 
 def make_simulated_placer(
     settings: PolicySettings, header: TraceHeader, machine: Machine, caches: Sequence[ExpertCache], peers: Peers,
-    counts: NDArray[np.int64] | None, score: Any,
+    counts: NDArray[np.int64] | None, score: Any, believed: Machine | None = None, without: Without = Without.NOTHING,
 ) -> Placer:  # fmt: skip
     """The engine's placer of a preset, with simulated peers.
 
@@ -282,11 +312,13 @@ def make_simulated_placer(
     Args:
         caches: of each GPU. counts: popularity [L, E], for placement static; None or zeros: it counts as it runs.
         score: of routers, as of `engine.peers.auto`.
+        believed, without: as of `executor.Policies`.
 
     Raises:
         ConfigError: the preset needs a device that the machine lacks, or more slots than there are.
     """
     from ...actors.engine.peers import placement as engine  # torch
+    from ...actors.engine.peers.auto import make_auto
 
     cache, experts, kind, ndp = caches[0], header.experts, settings.placement.kind, peers.ndp
     shards = cast(Any, peers.shards)
@@ -295,7 +327,10 @@ def make_simulated_placer(
     if ndp is None and not settings.placement.optional_workers:
         raise without_ndp(settings.name, machine.name)
     if settings.placement.planned:
-        return _planned_placer(settings.placement, header, machine, cache, shards, ndp, score)
+        costs = start_costs(header, machine if believed is None else believed, 0 if ndp is None else ndp.neurons)
+        return make_auto(
+            settings.placement, cache, experts, header.top_k, shards, cast(Any, ndp), lambda: costs, score, without
+        )
     assert ndp is not None
     pool = cast(Any, ndp)
     widths = settings.precision.widths or (1, 2, 3, 4)
@@ -310,7 +345,7 @@ def make_simulated_placer(
         load = 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
         row_bytes = _ROW_ITEM * header.hidden
         choose = engine.monde_choice(
-            ndp.profile, header.hidden, ndp.neurons, lambda rows: machine.experts(1, rows), load, row_bytes, FULL_BITS
+            ndp.device, header.hidden, ndp.neurons, lambda rows: machine.experts(1, rows), load, row_bytes, FULL_BITS
         )
         return engine.MondePlacer(cache, experts, pool, choose, widest, settings.placement.hot_per_layer is None)
     owner = np.asarray(owners_of(header, machine.gpus)).reshape(shape)
@@ -325,23 +360,17 @@ def make_simulated_placer(
     return engine.StaticPlacer(cache, experts, shards, pool, widest, hot_slots, bits, known)
 
 
-def _planned_placer(
-    options: PlacementOptions, header: TraceHeader, machine: Machine, cache: ExpertCache, shards: Any,
-    ndp: SimulatedNdp | None, score: Any,
-) -> Placer:  # fmt: skip
-    """The placer of a planner on the machine's own costs; without near-data devices every miss is loaded."""
-    from ...actors.engine.peers.auto import make_auto  # torch
-
+def start_costs(header: TraceHeader, machine: Machine, neurons: int) -> Costs:
+    """A machine's costs for a planner; without near-data devices (neurons 0) every miss is loaded."""
     gpu_s, copy_s = machine.experts(1, 1), 0.0 if machine.link is None else load_s(header.slot_bytes, machine.link)
     near_s, message_s, rows = gpu_s, 0.0, 1
-    if ndp is not None:
-        near_s = expert_cost(ndp.profile, Work(header.hidden, ndp.neurons, 1)).total_s
-        message_s, rows = 2 * load_s(_ROW_ITEM * header.hidden, ndp.profile.link), ndp.profile.array_rows
+    if (ndp := machine.ndp) is not None and neurons:
+        near_s = expert_cost(ndp, Work(header.hidden, neurons, 1)).total_s
+        message_s, rows = 2 * load_s(_ROW_ITEM * header.hidden, ndp.link), ndp.array_rows
     copy_s, gpu_s, row_s, near_s, message_s, dense_s = (
         max(one, 1e-9) for one in (copy_s, gpu_s, machine.expert_row_s, near_s, message_s, machine.dense(1))
     )
-    costs = Costs(copy_s, gpu_s, row_s, near_s, near_s, float(rows), message_s, dense_s)
-    return make_auto(options, cache, header.experts, header.top_k, shards, cast(Any, ndp), lambda: costs, score)
+    return Costs(copy_s, gpu_s, row_s, near_s, near_s / machine.ndp_share, float(rows), message_s, dense_s)
 
 
 def merged(lead: LayerStats, others: Sequence[LayerStats]) -> LayerStats:

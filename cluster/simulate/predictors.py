@@ -1,4 +1,4 @@
-"""What traces tell: training of stride predictors, profiles of experts, and recall of prefetch policies by distance."""
+"""From traces: trained stride predictors, profiles of experts, and recall of prefetch policies by distance."""
 
 from __future__ import annotations
 

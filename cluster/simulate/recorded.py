@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...actors.core._core import Routing
+from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.host_view import Asked
-from ...actors.engine.prefetching import NATIVE
-from ...actors.policies.prefetch import LayerSeen, Span
-from .trace import Iteration, scattered
+from ...actors.engine.prefetching import NATIVE, Prefetching
+from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span
+from .trace import Iteration, TraceHeader, scattered
 
 Parts = Sequence[tuple[str, Iteration]]  # a forward's iterations with the names of their sequences
 _AT_ONCE = 1 << 16  # scores that are scattered together
@@ -71,7 +73,6 @@ class RecordedLayer:
         self.index, self.forward, self.tokens = index, forward, forward.tokens
         self.picked = self.ids = forward.ids[index]
         self._weights: NDArray[np.float32] | None = None
-        self._runs: NDArray[np.bool_] | None = None  # [T, K] pairs that run; None: all
 
     @property
     def weights(self) -> NDArray[np.float32]:
@@ -83,15 +84,36 @@ class RecordedLayer:
         return self.forward.probabilities[:, self.index]
 
     def reroute(self, ids: NDArray[Any], weights: NDArray[np.floating], dropped: bool) -> None:
-        """From now on the layer runs these; pairs whose weight became 0 do not run."""
-        runs = (weights != 0) | (self.weights == 0)
-        self._runs = runs if self._runs is None else runs & self._runs
-        self.ids, self._weights = ids, weights.astype(np.float32)
+        """From now on the layer runs these; pairs of weight 0 do not run."""
+        self.ids, self._weights = ids, np.ascontiguousarray(weights, np.float32)
+
+    def routing(self, layer: int, experts: int) -> Routing:
+        """The pairs that run, by expert."""
+        return Routing(layer, experts, self.ids, self.weights != 0)
+
+
+class RecordedRouter(NamedTuple):
+    """What routers of so many later layers pick on a layer's input."""
+
+    layers: int
+
+
+class RecordedPrefetching(Prefetching):
+    """Prefetch by recorded scores."""
+
+    def __init__(self, policy: PrefetchPolicy, cache: ExpertCache, header: TraceHeader, shards: Any) -> None:
+        super().__init__(policy, cache, header.layers, header.experts, see, shards)
+        self._distances, self.announced.last_rows = header.distances, True
 
     @property
-    def rerouted(self) -> list[int] | None:
-        """The experts of the pairs that run; None: nothing has changed."""
-        return None if self._runs is None else self.ids[self._runs].tolist()
+    def reads_scores(self) -> bool:
+        """Whether native code may read the recorded ones."""
+        return self._shards is None and self.policy.native(0) is not None
+
+    def _asked_ahead(self, index: int) -> Sequence[Asked]:
+        layers = 1 if index == self._last else min(self._last - index, self.policy.distance)
+        layers = min(layers, self._distances)
+        return [Asked(cast(Any, RecordedRouter(layers)), softmax=True)] * layers
 
 
 def spans_of(parts: Parts) -> list[Span]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ...actors.combinations import check_combination
-from ...actors.policies.cost import FULL_BITS, NdpProfile, packed_bytes
+from ...actors.policies.cost import FULL_BITS, NdpDevice, packed_bytes
 from ...actors.policies.sharding import Ownership
 from ...actors.settings import CopySettings, EngineSettings
 from ...actors.slot_budget import SlotSizes, divide
@@ -135,7 +135,7 @@ class NdpSpec:
     widths: tuple[int, ...]
     replica_bytes: int
     capacity_bytes: int
-    hardware: NdpProfile
+    hardware: NdpDevice
     stored: bool = False
     optional: bool = False
 
@@ -279,7 +279,7 @@ def _has_ndp(config: RunConfig, settings: EngineSettings, facts: ModelFacts, nod
     if not config.may_drop_workers(settings.policy):
         return workers > 0
     marked = any(node.alive and node.amount("ndp") >= 1 for node in nodes)
-    return workers > 0 and marked and facts.all_bytes <= workers * settings.ndp.profile.capacity_bytes
+    return workers > 0 and marked and facts.all_bytes <= workers * settings.ndp.device.capacity_bytes
 
 
 def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) -> NdpSpec:
@@ -291,8 +291,8 @@ def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) ->
         threads=settings.ndp.worker_threads,
         widths=widths,
         replica_bytes=sum(replica_bytes(facts, bits, group) for bits in widths),
-        capacity_bytes=settings.ndp.profile.capacity_bytes,
-        hardware=settings.ndp.profile,
+        capacity_bytes=settings.ndp.device.capacity_bytes,
+        hardware=settings.ndp.device,
         stored=not widths or widths != precision.widths,
         optional=settings.policy.placement.optional_workers,
     )

@@ -10,8 +10,8 @@ from kernel_cases import ACTIVATIONS, Forbidden, assert_near, exact, gate_for, g
 from torch import nn
 
 from tiermoe.actors.engine.cache.slots import SlotPool
-from tiermoe.actors.engine.cuda.runtime import TorchRuntime
-from tiermoe.actors.engine.cuda.tables import TableRing, ring_of
+from tiermoe.actors.engine.cuda.runtime import GpuRuntime
+from tiermoe.actors.engine.cuda.tables import TableRing
 from tiermoe.actors.engine.model.kernels import Kernels, expert_kernel_times
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.kernels.expert_ffn import (
@@ -19,7 +19,6 @@ from tiermoe.kernels.expert_ffn import (
     ROW_CLASSES,
     SHORT_ROWS,
     Group,
-    GroupedMmKernel,
     Operands,
     RowClass,
     TorchKernel,
@@ -138,7 +137,7 @@ def test_native_launches_give_the_bits_of_tritons_own(gpu: torch.device, monkeyp
 
         monkeypatch.setattr(launch, "address_of", address)
         triton_tables.copying.cache_clear()
-        kernel = TritonKernel(pool, "silu", Forbidden(), TableRing(TorchRuntime(gpu.index or 0)))
+        kernel = TritonKernel(pool, "silu", Forbidden(), TableRing(GpuRuntime(gpu.index or 0)))
         for _ in range(3):  # the first launch is Triton's
             y = nans(pairs, width, torch.bfloat16)
             kernel.run(hidden, pairs, groups, 1, y)
@@ -155,7 +154,7 @@ def test_native_launches_give_the_bits_of_tritons_own(gpu: torch.device, monkeyp
 def test_nothing_waits_for_the_gpu(gpu: torch.device, forbid_waits: Any) -> None:
     width, neurons = 512, 256
     pool = pool_of(4, neurons, width, torch.bfloat16, device=gpu)
-    ring = TableRing(TorchRuntime(gpu.index or 0))
+    ring = TableRing(GpuRuntime(gpu.index or 0))
     kernel = TritonKernel(pool, "silu", Forbidden(), ring)
     sizes = [1, 2, 40, 100]
     hidden, pairs = rows_for(sizes, 1, width, torch.bfloat16, device=gpu)
@@ -187,7 +186,7 @@ def test_combine(gpu: torch.device, dtype: torch.dtype, weights: torch.dtype) ->
 @pytest.mark.parametrize("mapped", [True, False])
 def test_tables_stay_what_they_were_while_the_ring_goes_round(gpu: torch.device, mapped: bool) -> None:
     """Many more than it has entries, behind work that keeps the GPU busy."""
-    runtime = TorchRuntime(gpu.index or 0)
+    runtime = GpuRuntime(gpu.index or 0)
     assert runtime.mapped, "kernels cannot read host memory here: tables are copied"
     runtime.__dict__["mapped"] = mapped
     ring = TableRing(runtime, entries=4, nbytes=64)
@@ -198,20 +197,6 @@ def test_tables_stay_what_they_were_while_the_ring_goes_round(gpu: torch.device,
         busy = busy @ busy * 1e-3
         tables.append(ring.put(numbers))
     assert [table.tolist() for table in tables] == expected
-
-
-def test_grouped_mm(gpu: torch.device) -> None:
-    width, neurons = REAL
-    pool = pool_of(6, neurons, width, torch.bfloat16, device=gpu)
-    if not GroupedMmKernel.supports(pool):
-        pytest.skip("torch has no grouped_mm for this GPU that does not wait")
-    sizes = [1, 5, 40, 200]
-    hidden, pairs = rows_for([*sizes, 2], 2, width, torch.bfloat16, device=gpu)
-    groups = groups_of(sizes, [5, 0, 3, 2], neurons)
-    found = nans(pairs, width, torch.bfloat16)
-    kernel = GroupedMmKernel(pool, gate_for("silu"), Forbidden(), ring_of(gpu))
-    kernel.run(hidden, pairs, groups, 2, found)
-    assert_near(found, exact(pool, "silu", hidden, pairs, groups, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -29,10 +29,10 @@ def stack_on(gpu: torch.device, dtype: torch.dtype, native: bool) -> Stack:
     stack.cache.core.preload(range(KEYS))
     pool, tables = stack.pool, None
     if gpu.type == "cuda":
-        from tiermoe.actors.engine.cuda.runtime import TorchRuntime
+        from tiermoe.actors.engine.cuda.runtime import GpuRuntime
         from tiermoe.actors.engine.cuda.tables import TableRing
 
-        tables = TableRing(TorchRuntime(gpu.index or 0))
+        tables = TableRing(GpuRuntime(gpu.index or 0))
     operands = Operands(pool.gate_up.to(gpu, dtype), pool.down.to(gpu, dtype), None, None)
     kernel = TritonKernel(operands, "silu", Forbidden(), tables)
     backend = DeviceBackend(stack.cache, HostViews(fetch_from(gpu), True), PlainActivations(gpu))

@@ -16,7 +16,7 @@ from tiny_models import save_tiny_checkpoint
 from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
-from tiermoe.actors.engine.cuda.runtime import TorchRuntime
+from tiermoe.actors.engine.cuda.runtime import GpuRuntime
 from tiermoe.actors.engine.make_device import activations_of
 from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -100,7 +100,7 @@ def test_rows_and_sums_arrive_whole(gpu: torch.device, tokens: int) -> None:
         assert isinstance(message, ExpertBatch)
         return ExpertResult(2 * message.hidden, 0.0, 0.0, 0.0)
 
-    way = PinnedActivations(TorchRuntime(gpu.index or 0))
+    way = PinnedActivations(GpuRuntime(gpu.index or 0))
     one = np.zeros(1, np.int32)
     numbers = np.arange(0, tokens, 2, dtype=np.int64)
     with ChannelServer(twice) as server, open_channel(server.address, ChannelOptions(supply=way.supply)) as channel:
@@ -126,7 +126,7 @@ def test_rows_and_sums_arrive_whole(gpu: torch.device, tokens: int) -> None:
 
 
 def test_few_rows_need_no_wait_of_their_own(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = PinnedActivations(TorchRuntime(gpu.index or 0))
+    way = PinnedActivations(GpuRuntime(gpu.index or 0))
     hidden = torch.randn(4, 1024, device=gpu)
     ids = torch.arange(4, device=gpu)
     hidden.sum().item()  # what starts with the first kernel is over

@@ -146,8 +146,7 @@ def test_no_store_left_is_a_typed_error_and_passes(
         assert "cannot be read" in _error(lead, reference.prompts[2])
         assert lead.health() | {"state": "serving", "store/0": "lost"} == lead.health()
         lead.engine.cache.check_integrity()
-        residency = lead.engine.cache.residency
-        assert not [key for key in residency.held() if residency.pinned(key)]
+        assert lead.engine.cache.residency.pins == 0
         remote._settings = usual
         whole.restart()
         assert remote._holders["store/0"].wait(20.0)

@@ -34,7 +34,6 @@ _CPU = dict(
 )
 _MAKER = _CPU.get("vendor_id", "").strip()  # GenuineIntel, AuthenticAMD
 _KINDS = [_MAKER] if "avx512f" in _CPU.get("flags", "").split() else [f"{_MAKER}-avx2", _MAKER]  # the closest first
-BLENDS = {"fmoe-blend"}  # needs a matcher's process; `test_emulated` has it
 
 
 class Golden:
@@ -111,7 +110,7 @@ def test_every_preset_is_frozen(file: str, golden: Golden) -> None:
     def preset(name: str) -> str:
         return name.split("@")[0].split(" ")[0]
 
-    wanted = [name for name in PRESETS if file == "emulated" or name not in BLENDS]
+    wanted = list(PRESETS)
     frozen = golden.read(file)
     if golden.renews(file, "") and {preset(name) for name in frozen} - set(wanted):
         golden.write(file, {name: figure for name, figure in frozen.items() if preset(name) in wanted})
@@ -138,7 +137,7 @@ def test_emulated(preset: str, golden: Golden, store_of: StoreOf) -> None:
 @pytest.mark.parametrize(
     "script", [name if name == "slow" else pytest.param(name, marks=pytest.mark.slow) for name in decision_rig.SCRIPTS]
 )
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in BLENDS])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_decisions(preset: str, script: str, batch: int, golden: Golden, trace: Path) -> None:
     """What runs where, what is loaded, evicted and prefetched, on a link and on peers that a script moves.
 

@@ -24,7 +24,7 @@ from tiermoe.actors.policies.auto import (
 HERE, WAIT, LOAD, NEAR, OWNER = Action
 COSTS = Costs(10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)  # a copy takes 10, near data 4, the GPU 1
 _SECONDS = (10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)
-_NO_INTS, _NO_LONGS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.float32)
+_NO_INTS = np.zeros(0, np.int32)
 ABSENT, LOADING, RESIDENT = 0, 1, 2
 
 
@@ -556,8 +556,6 @@ def test_a_background_copy_pays_for_the_layers_that_copies_slow() -> None:
         (lambda p: auto(slots=9), "at most its experts"),
         # beyond what an int holds, where each alone is fine; the last ones divided by zero
         (lambda p: _core.Planner(2**20, 4096, 1, 1, 0, _SECONDS, np.zeros(1, np.uint8), 0), "product"),
-        (lambda p: _core.replay(0, 1, (2**20, 4096, 1, 1, 1, 1), *[_NO_INTS] * 4, _NO_FLOATS, *[_NO_LONGS] * 2, 1.0,
-                                   _SECONDS, _SECONDS, 0, False, 0.0, 0), "product"),
         (lambda p: p.prompt_end(np.zeros((2, 8), np.int64), 1, 2**32, 2**32), "a count is"),
         (lambda p: p.native.popularity(np.zeros((2, 8), np.int64), 1.0, 2, 2**32), "a count is"),
         (lambda p: p.native.predict(0, _NO_INTS, 2**32), "a count is"),

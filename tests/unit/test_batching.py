@@ -155,6 +155,15 @@ def test_the_models_positions_bound_a_request_as_well_as_the_kv_cache() -> None:
     cache_is_tighter.open(asked(prompt=(5,) * 12))
 
 
+def test_an_id_in_use_is_refused(streams: Streams) -> None:
+    stream = streams.open(asked())
+    with pytest.raises(RequestError, match="id r is in use"):
+        streams.open(asked())
+    streams.finish(stream.name, [10])  # the first is not disturbed
+    assert [event.token_ids for event in stream] == [(10,)]
+    streams.open(asked())
+
+
 PROMPTS = [(5, 6, 7), tuple(range(10, 21)), tuple(range(30, 60)), (9,)]
 TOKENS = 24
 LONG = 9 * TOKENS  # nearly as many as the model has positions: not over before a busy machine cancels it

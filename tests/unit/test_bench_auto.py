@@ -1,64 +1,22 @@
-"""`bench auto`: the rules' decisions on tiny routings, the journal, and a quick run."""
+"""`bench auto`: cells, the machine of a cell, the journal, and a quick run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tiermoe.benchmarks import auto_cells
 from tiermoe.benchmarks.auto import auto
-from tiermoe.benchmarks.auto_cells import (
-    PUBLISHED,
-    RECALL,
-    RECORDED,
-    RULES,
-    STARTED,
-    Cell,
-    Drawn,
-    chosen,
-    grid,
-    replayed,
-    together,
-)
+from tiermoe.benchmarks.auto_cells import PUBLISHED, RECORDED, RULES, SHAPES, Cell, chosen, draw, grid, replayed
 from tiermoe.benchmarks.cases import Auto
+from tiermoe.cluster.simulate.peers import start_costs
+from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.synthetic import FAMILIES
 from tiermoe.errors import ConfigError
 
-CELL = Cell("qwen3-30b-a3b", "sticky", 0.25, 25.0, 100.0, 1)
-
-
-def _drawn(requests: list[list[list[int]]], experts: int = 4, popular: tuple[int, ...] = (0, 1)) -> Drawn:
-    """Requests of one layer and top-1: each the experts of its prompt, then of its decode."""
-    prompts = np.stack([[np.bincount(prompt, minlength=experts)] for prompt, _ in requests]).astype(np.int64)
-    ids = np.array([decode for _, decode in requests], np.int32)[:, :, None, None]
-    ranks = np.where(np.arange(experts) == ids, 0, 9).astype(np.uint8)
-    counts = np.zeros((1, experts), np.int64)
-    counts[0, list(popular)] = 50
-    return Drawn(1, experts, 1, ids, ranks, {RECALL: np.repeat(ids, 2, -1)}, prompts, counts, 100)
-
-
-def _run(drawn: Drawn, rule: str, cell: Cell = CELL) -> dict[str, float]:
-    return replayed(drawn, together(drawn, cell.batch), cell, rule, 0.0)
-
-
-HALF = Cell("qwen3-30b-a3b", "sticky", 0.5, 25.0, 100.0, 1)  # of 4 experts: 2 slots
-TWICE = [([2, 2, 2], [2, 2, 3, 3]), ([2, 2, 2], [2, 2, 3, 3])]  # the second is counted
-
-
-@pytest.mark.parametrize(
-    ("rule", "hits", "loads", "near"),
-    [
-        ("on-demand", 1.0, 0.0, 0.0),  # 2 and 3 came in the first request
-        ("ktransformers", 0.0, 0.0, 1.0),  # 0 and 1 stay
-        ("context+cpu", 0.5, 0.0, 0.5),  # 2 by the prompt, 0 by popularity; 3 never
-    ],
-)
-def test_rules_keep_what_they_say(rule: str, hits: float, loads: float, near: float) -> None:
-    found = _run(_drawn(TWICE), rule, HALF)
-    assert (found["hits"], found["loads"], found["near"]) == (hits, loads, near)
+CELL = Cell("qwen3-30b-a3b", "sticky", 0.5, 25.0, 100.0, 1)
 
 
 def test_cells_are_drawn_beforehand_and_a_larger_share_adds_to_them() -> None:
@@ -68,13 +26,42 @@ def test_cells_are_drawn_beforehand_and_a_larger_share_adds_to_them() -> None:
     assert {(c.shape, c.family, c.batch) for c in chosen(0.001)} == {(c.shape, c.family, c.batch) for c in grid()}
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_cells_machine_copies_and_computes_the_published_bytes(shape: str) -> None:
+    """Experts of 4 and 8 bits, too: the simulator's have 16, on a machine that is as much faster."""
+    cell, of = Cell(shape, "flat", 0.25, 25.0, 100.0, 1), shape_named(shape)
+    header = auto_cells.header_of(shape, 2, of.experts, of.top_k, 1)
+    costs = start_costs(header, cell.machine(), of.intermediate)
+    assert costs.copy_s == pytest.approx(10e-6 + of.expert_bytes / 25e9, rel=1e-6)
+    assert costs.near_s == pytest.approx(of.expert_bytes / 85e9, rel=1e-6)
+    assert costs.near_busy_s == pytest.approx(of.expert_bytes / 60e9, rel=1e-6)
+    assert costs.gpu_s == pytest.approx(5e-6 + of.expert_bytes / 1.5e12, rel=1e-6)
+    told = start_costs(header, cell.machine(link=1.4, near=0.7, contention=False), of.intermediate)
+    assert told.copy_s == pytest.approx(1.4 * costs.copy_s)
+    assert told.near_s == told.near_busy_s == pytest.approx(0.7 * costs.near_s)
+
+
+def test_rules_do_what_their_presets_say() -> None:
+    drawn = draw("mixtral-8x7b", "hot", 1, 2, 4, 8)
+    found = {rule: replayed(drawn, CELL, rule) for rule in RULES}
+    assert all(one["hits"] + one["loads"] + one["near"] == pytest.approx(1.0) for one in found.values())
+    assert [rule for rule in RULES if not found[rule]["near"]] == ["on-demand", "next-gate"]
+    assert found["ktransformers"]["loads"] == found["llama-cpp-cache"]["loads"] == 0.0
+    assert all(one["request_s"] == pytest.approx(one["prompt_s"] + 8 * one["token_s"]) for one in found.values())
+    # wrong costs that nobody corrects change what is done; what it is charged for is still this machine
+    wrong = replayed(drawn, CELL, "auto", belief=(0.1, 10.0), without="CORRECTION")
+    assert wrong["near"] < found["auto"]["near"]
+    assert wrong["token_s"] > found["auto"]["token_s"]
+
+
 def test_a_quick_run_reports_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = Auto(share=0.01, jobs=1, quick=True, journal=tmp_path / "journal")
     first = auto(options, None).as_dict()
     assert [row["family"] for row in first["rows"]] == [*FAMILIES, RECORDED]  # a cell of each
-    assert all(set(row["over_best"]) == {*RULES, *STARTED} for row in first["rows"])
+    assert all(set(row["over_best"]) == set(RULES) for row in first["rows"])
     assert {row["best"] for row in first["rows"]} <= set(PUBLISHED)
-    assert len(first["bars"]) == 10
+    assert [len(one["variants"]) for one in first["variants"]] == [len(auto_cells.VARIANTS)] * 2
+    assert len(first["bars"]) == 4
     monkeypatch.setattr(auto_cells, "draw", lambda *_: pytest.fail("it is finished"))
     again = auto(options, None).as_dict()
     assert (again["rows"], again["bars"]) == (first["rows"], first["bars"])

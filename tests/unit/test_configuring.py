@@ -13,8 +13,9 @@ import traces
 from cache_rigs import tops_and_bottoms
 
 from tiermoe.actors.budget import Budget
+from tiermoe.actors.engine.passes import Passed
 from tiermoe.actors.engine.split import Configuring, Recorder, Step
-from tiermoe.actors.engine.stats import ConfiguratorStats, LayerStats
+from tiermoe.actors.engine.stats import ConfiguratorStats
 from tiermoe.actors.policies.moepic.split import SplitOptions
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.jobs.replay import Replay, with_prefetch
@@ -34,14 +35,15 @@ class Clock:
         return self.now_s
 
 
-def routed(tokens: int, experts: list[int], counts: list[int]) -> Any:
-    return SimpleNamespace(tokens=tokens, experts=experts, counts=counts)
+def passed(layer: int, began_s: float, ended_s: float, waited_s: float = 0.0) -> Passed:
+    """One row, of experts `layer` and 2."""
+    counts = np.zeros((1, 3), np.int64)
+    counts[0, [layer, 2]] = 1
+    return Passed(layer, 1, counts, None, [began_s], [ended_s], [waited_s])
 
 
 def fake_cache(layers: int) -> Any:
-    counted = [LayerStats() for _ in range(layers)]
-    core = SimpleNamespace(decode_only=False, counts=counted.__getitem__)
-    return SimpleNamespace(core=core, counted=counted)
+    return SimpleNamespace(core=SimpleNamespace(decode_only=False))
 
 
 class Recording(Recorder):
@@ -58,11 +60,9 @@ def forward(recorder: Recording, cache: Any, clock: Clock, decode: bool, waits_s
     recorder.steps.clear()
     for layer in range(2):
         assert recorder.steps == []
-        clock.now_s += 1
-        recorder.routed(layer, routed(1, [layer, 2], [1, 1]))
-        cache.counted[layer].blocked_io_s += waits_s
-        clock.now_s += 3 + waits_s
-        recorder.ran(layer)
+        began_s = clock.now_s + 1
+        clock.now_s = began_s + 3 + waits_s
+        recorder.passed(passed(layer, began_s, clock.now_s, waits_s))
     [step] = recorder.steps
     return step
 
@@ -82,19 +82,15 @@ class TestRecorder:
         cache, clock = fake_cache(2), Clock()
         recorder, wrapped, later = Recording(cache, clock), np.ones((1, 3)), np.array([[0, 1, 2], [3, 0, 1]])
         recorder.predicted(0, wrapped)
-        recorder.routed(0, routed(1, [0], [1]))
+        recorder.passed(passed(0, 0.0, 1.0))
         recorder.predicted(1, later)
-        recorder.ran(0)
-        recorder.routed(1, routed(1, [0], [1]))
-        recorder.ran(1)
+        recorder.passed(passed(1, 1.0, 2.0))
         [step] = recorder.steps
         assert step.tables(2, 3)[1].tolist() == [[1, 1, 1], [3, 1, 2]]  # the highest of any row
         assert np.isnan(forward(recorder, cache, clock, decode=True).tables(2, 3)[1]).all()
-        recorder.routed(0, routed(1, [0], [1]))
+        recorder.passed(passed(0, 0.0, 1.0))
         recorder.steps.clear()
-        recorder.ran(1)
-        assert recorder.steps == []  # a forward that broke off is no step
-        forward(recorder, cache, clock, decode=True)
+        forward(recorder, cache, clock, decode=True)  # of the forward that broke off there is no step
 
 
 @dataclass
@@ -170,8 +166,7 @@ class TestConfiguring:
 def forward_hooks(configuring: Configuring, cache: Any, clock: Clock) -> None:
     cache.core.decode_only = True
     for layer in range(2):
-        configuring.routed(layer, routed(1, [layer], [1]))
-        configuring.ran(layer)
+        configuring.passed(passed(layer, clock.now_s, clock.now_s))
 
 
 POLICY = PolicySettings(

@@ -49,10 +49,9 @@ def test_an_order_refuses_keys_and_masks_of_other_sizes() -> None:
         lru.used([0])
 
 
-@pytest.mark.parametrize(("distance", "top"), [(1, 0), (-1, 1)])
-def test_a_prefetch_of_nothing_is_refused(distance: int, top: int) -> None:
-    with pytest.raises(ValueError, match="experts of a later layer"):
-        _core.ByScores(True, distance, top, True, False, False, 1)
+def test_a_prefetch_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="wants experts"):
+        _core.ByScores(True, 0, False, 1)
 
 
 def test_maps_of_other_shapes_are_refused() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiermoe.actors.policies.cost import (
     CostError,
     Link,
-    NdpProfile,
+    NdpDevice,
     SplitCosts,
     Work,
     batch_cost,
@@ -26,7 +26,7 @@ from tiermoe.cluster.yaml_file import read_yaml
 from tiermoe.kernels.pack import PackedShape
 
 HARDWARE = Path(__file__).resolve().parents[2] / "configs" / "hardware"
-PAPER = NdpProfile.from_dict(read_yaml(HARDWARE / "paper-ndp.yaml"))
+PAPER = NdpDevice.from_dict(read_yaml(HARDWARE / "paper-ndp.yaml"))
 MIXTRAL = (4096, 14336)
 
 # 1 GB/s; 1e9 multiply-accumulates per second at 16 bits; a link of 1 GB/s and 1 us
@@ -42,7 +42,7 @@ UNIT: dict[str, Any] = {
     "link_gbps": 1.0,
     "link_latency_us": 1.0,
 }
-DEVICE = NdpProfile(**UNIT)
+DEVICE = NdpDevice(**UNIT)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ class TestPaper:
     """Section 5.2: NDP-side latency falls by approximately 5x at 3 bits and 8x at 2 bits."""
 
     @staticmethod
-    def speedup(bits: int, rows: int = 1, profile: NdpProfile = PAPER) -> float:
+    def speedup(bits: int, rows: int = 1, profile: NdpDevice = PAPER) -> float:
         row_bytes = 2 * MIXTRAL[0] * rows
         full = batch_cost(profile, [Work(*MIXTRAL, rows)], row_bytes, row_bytes)
         return full.total_s / batch_cost(profile, [Work(*MIXTRAL, rows, bits, 128)], row_bytes, row_bytes).total_s
@@ -109,13 +109,13 @@ def test_split_costs() -> None:
 
 class TestProfile:
     def test_every_file_is_one(self) -> None:
-        profiles = [NdpProfile.from_dict(read_yaml(path)) for path in sorted(HARDWARE.glob("*-ndp.yaml"))]
+        profiles = [NdpDevice.from_dict(read_yaml(path)) for path in sorted(HARDWARE.glob("*-ndp.yaml"))]
         assert PAPER in profiles
         assert (PAPER.memory_gbps, PAPER.capacity_bytes, PAPER.link) == (512, 512 * 10**9, Link(25, 1))
         assert PAPER.macs_per_s(16) == 1.024e12
 
     def test_the_stand_in_is_the_paper_device_slowed_down(self) -> None:
-        stand_in = NdpProfile.from_dict(read_yaml(HARDWARE / "cpu-ndp.yaml"))
+        stand_in = NdpDevice.from_dict(read_yaml(HARDWARE / "cpu-ndp.yaml"))
         for work in (Work(*MIXTRAL, 1), Work(*MIXTRAL, 9), Work(*MIXTRAL, 1, 3, 128), Work(*MIXTRAL, 64, 1, 32)):
             assert expert_cost(stand_in, work).total_s == pytest.approx(256 * expert_cost(PAPER, work).total_s)
 
@@ -139,4 +139,4 @@ class TestProfile:
     )
     def test_refusals(self, key: str, value: object) -> None:
         with pytest.raises(CostError, match=f"{key} is .*; give"):
-            NdpProfile.from_dict({**UNIT, key: value})
+            NdpDevice.from_dict({**UNIT, key: value})

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from packed_reference import unpack_expert
 
 from tiermoe.cluster.jobs.prepare.quantize import Matrices, expert_outputs, output_losses
 from tiermoe.kernels.fit import FittedLayer, expected_losses, fit_layer
-from tiermoe.kernels.pack import PackedShape, unpack_expert
+from tiermoe.kernels.pack import PackedShape
 from tiermoe.kernels.packed_ffn import Threads, instruction_sets
 from tiermoe.kernels.quantize import round_to_nearest
 

@@ -26,7 +26,7 @@ from tiermoe.actors.matcher import Matcher
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.prefetch import LayerSeen, NextGatePrefetch, Span, Wanted
 from tiermoe.actors.settings import ShardSettings
-from tiermoe.errors import PeerLost
+from tiermoe.errors import DeadlinePassed, PeerLost
 from tiermoe.proto.messages import Context, HealthReport, Message, PrefetchCommand
 from tiermoe.proto.peers import MATCHER, LocalDirectory, PeerLink, shard_name
 
@@ -186,6 +186,18 @@ class TestTake:
             assert [(c.keys.tolist(), c.priorities.tolist(), c.hints) for c in taken] == [([17, 18], [4.0, 2.0], 1)]
             assert (link.report()["late"], link.report()["commands"]) == (2, 1)
 
+    @pytest.mark.parametrize(
+        ("answer", "layer", "silent", "late"),
+        [(command(0, 0, 8, 17, hints=1), 1, 0, 1), (DeadlinePassed("no answer", "wait"), 0, 0, 1), (None, 0, 1, 0)],
+        ids=["only hints are left", "after its deadline", "no forecast is no failure"],
+    )
+    def test_answers_without_keys(self, answer: Any, layer: int, silent: int, late: int) -> None:
+        with linked() as (link, _, channel):
+            begin(link, 0)
+            channel.sent[0].give(answer)
+            assert link.take(0, layer) == []
+            assert (link.report()["silent"], link.report()["late"]) == (silent, late)
+
 
 class TestSource:
     def test_slow_and_again_in_time(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,6 +236,21 @@ class TestSource:
             second.sent[0].give(command(1, 0, 9))
             assert len(link.take(1, 0)) == 1
             assert link.source == "expert-map"
+
+    def test_a_submit_that_fails_is_a_loss(self) -> None:
+        with linked() as (link, _, channel):
+            channel.prompt = True
+            begin(link, 0)
+            real = channel.submit
+
+            def dies(message: Context, deadline_s: float) -> FakePending:
+                channel.alive = False
+                return real(message, deadline_s)
+
+            channel.submit = dies  # type: ignore[method-assign]
+            observe(link, 0, 0)
+            assert link.report()["lost"] == 1
+            assert link.source == "next-gate"
 
     def test_a_matcher_for_another_model_is_not_used(self) -> None:
         fake = FakeLink()
@@ -383,8 +410,7 @@ class FakePeer:
         self.posted.append(command)
 
 
-@pytest.mark.parametrize("load", [True, False])
-def test_commands_are_passed_on_to_the_owners(load: bool) -> None:
+def test_commands_are_passed_on_to_the_owners() -> None:
     shards = Shards(
         ShardSettings(count=2),
         [PeerLink(LocalDirectory(), name=shard_name(1))],
@@ -397,11 +423,10 @@ def test_commands_are_passed_on_to_the_owners(load: bool) -> None:
     shards.peers = {"shard/1": peer}
     shards._owner = [("shard/1", peer) if key % 2 else None for key in range(L * E)]
     pairs = {8: 0.4, 9: 0.3, 11: 0.2, 10: 0.1, 13: 0.05}
-    mine = shards.relay(_command(pairs, hints=2), load)
+    mine = shards.relay(_command(pairs, hints=2))
     (theirs,) = peer.posted
     assert theirs.keys.tolist() == [9, 11, 13]
-    assert (theirs.hints, theirs.mapped, theirs.layer) == (1 if load else 3, True, 1)
-    assert mine.keys.tolist() == ([8, 10] if load else list(pairs))
-    assert mine.hints == (1 if load else 2)
+    assert (theirs.hints, theirs.mapped, theirs.layer) == (1, True, 1)
+    assert (mine.keys.tolist(), mine.hints) == ([8, 10], 1)
     peer.available = False  # then its experts are the lead's
-    assert len(shards.relay(_command(pairs, hints=2), load).keys) == len(pairs)
+    assert len(shards.relay(_command(pairs, hints=2)).keys) == len(pairs)

@@ -15,6 +15,7 @@ from native_rigs import HOLD_S, RATE_GBPS, TOP, Stack, routed
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.hooks import Hooks
+from tiermoe.actors.engine.layer import install
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.policies.fmoe import ExpertMapEviction
 from tiermoe.actors.policies.prefetch import NextGatePrefetch
@@ -139,15 +140,23 @@ def test_a_failing_hook_leaves_the_loads_to_arrive() -> None:
     assert native.known() == python.known()
 
 
-def test_watchers_that_take_no_passes_are_told_of_each() -> None:
-    """A parallel layer of `passed` and `routed`, `ran`; no watcher is forgotten."""
+def test_other_types_are_converted() -> None:
+    stack = Stack(KEYS, "lru")
+    layer, hidden, ids = stack.layers[0], torch.randn(2, SHAPE.hidden), torch.tensor([[0, 1], [1, 2]])
+    weights = torch.rand(2, 2).bfloat16()
+    expected = layer.forward(hidden, ids, weights.float())
+    assert torch.equal(layer.forward(hidden, ids.int(), weights), expected)
+
+
+def test_watchers_are_told_of_each_pass() -> None:
+    """And who asks for passes, once a forward."""
     told = list[Any]()
-    watchers: Any = (
-        SimpleNamespace(passed=lambda found: told.append(("passed", found.layer, found.counts.tolist()))),
-        SimpleNamespace(routed=lambda *seen: told.append(("routed", seen[0], seen[1].experts)),
-                        ran=lambda layer: told.append(("ran", layer))),
-    )  # fmt: skip
-    stack = Stack(KEYS, "lru", hooks=lambda _: Hooks(watch=watchers))
+    watcher: Any = SimpleNamespace(
+        routed=lambda *seen: told.append(("routed", seen[0], seen[1].experts)),
+        ran=lambda layer: told.append(("ran", layer)),
+    )
+    hooks = Hooks(watch=(watcher,), passed=lambda found: told.append(("passed", found.layer, found.counts.tolist())))
+    stack = Stack(KEYS, "lru", hooks=lambda _: hooks)
     stack.layers[0].forward(torch.randn(2, SHAPE.hidden), torch.tensor([[1], [1]]), torch.rand(2, 1))
     stack.layers[0].shared.end_forward()
     assert told == [("routed", 0, [1]), ("ran", 0), ("passed", 0, [[0, 2, 0, 0]])]
@@ -164,3 +173,19 @@ def test_it_refuses_experts_that_do_not_exist() -> None:
     for tokens, top_k in ((2**62, 4), (4, 2**62), (2**40, 2**40), (-1, 2)):
         with pytest.raises(ValueError, match="rows"):
             layer.executor.core.run(0, 0, 0, tokens, top_k, 0)
+
+
+@pytest.mark.parametrize("rows", [2, CPU_MAX_ROWS + 1])
+def test_rows_of_few_bits_are_computed_in_float32(rows: int) -> None:
+    """By native kernels, and by Python's, to which experts of many rows are left; the output is as the input."""
+    layer = Stack(KEYS, "lru").layers[0]
+    hidden, ids, weights = torch.randn(rows, SHAPE.hidden).bfloat16(), torch.zeros(rows, 1).long(), torch.rand(rows, 1)
+    found = layer.forward(hidden, ids, weights)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, layer.forward(hidden.float(), ids, weights).bfloat16())
+
+
+def test_a_layer_gets_its_parts_once() -> None:
+    layer = Stack(KEYS, "lru").layers[0]
+    with pytest.raises(ValueError, match="once"):
+        install(layer, layer.executor)

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from serving import Tiny, greedy, prepared, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
+from tiermoe.actors.engine import engine
 from tiermoe.actors.engine.peers import auto
 from tiermoe.actors.engine.peers.remote import NdpPool
 from tiermoe.actors.engine.stats import EngineStats
 from tiermoe.actors.gpu_worker import GpuWorker
-from tiermoe.actors.policies.auto import Auto, Faster, Without
+from tiermoe.actors.policies.auto import Faster, Without
 from tiermoe.actors.policies.context_ndp import PrecisionOptions, prefix_split
 from tiermoe.actors.policies.sharding import reassigned, spread_by_bytes
 from tiermoe.actors.policy_settings import PolicySettings
@@ -266,7 +267,7 @@ def _near_data(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = Faster()
     planned.only = 0
     monkeypatch.setattr(auto, "Faster", lambda: planned)
-    monkeypatch.setattr(auto, "Auto", functools.partial(Auto, without=Without.SPLIT))
+    monkeypatch.setattr(engine, "make_auto", functools.partial(auto.make_auto, without=Without.SPLIT))
 
 
 @pytest.mark.usefixtures("_near_data")

@@ -166,7 +166,7 @@ def test_activation_matrix_finds_the_nearest_at_every_layer(seed: int) -> None:
             for span in spans:
                 np.add.at(counts[span.sequence][layer], ids[span.start : span.stop].ravel(), 1)
                 distances = [distance(counts[span.sequence], m) for m in collection.counts]
-                nearest = policy.nearest(span.sequence)
+                nearest = policy._nearest(policy._requests[span.sequence])
                 assert nearest is not None
                 assert distances[nearest] == pytest.approx(min(distances), abs=1e-6)
                 m = collection.counts[nearest]
@@ -195,6 +195,17 @@ def test_activation_matrix_learns_from_finished_requests() -> None:
     assert keys(policy.begin_forward(spans)) == [0, 1]  # the most popular of layer 0, ties by number
     assert keys(policy.observed(seen(0, [[3, 2]], spans))) == [E + 0, E + 1]  # as `two` went on
     assert policy.observed(seen(2, [[0, 3]], spans)) == []  # there is no later layer
+
+
+def test_activation_matrix_follows_a_collection_that_changes_under_a_request() -> None:
+    policy = ActivationMatrixPrefetch(L, E, K, distance=1)
+    spans = [Span("long", 0, 1, True)]
+    policy.begin_forward(spans)
+    policy.observed(seen(0, [[2, 3]], spans))
+    run(policy, "other", [[[2, 3]], [[0, 1]], [[0, 3]]])
+    policy.end("other")
+    assert policy.nearest("long") == 0
+    assert keys(policy.observed(seen(1, [[0, 1]], spans))) == [2 * E + 0, 2 * E + 3]
 
 
 def test_full_collection_gives_up_the_nearest() -> None:
@@ -264,12 +275,8 @@ def test_stride_predictors_learn_a_permutation() -> None:
 def test_registry_makes_each_kind() -> None:
     context = PolicyContext(L, E, K, hidden=8, predictors=[])
     for kind in kinds("prefetch"):
-        waits = kind not in ("expert-map", "blend")  # the forward never waits for the matcher
+        waits = kind != "expert-map"  # the forward never waits for the matcher
         chosen = options("prefetch", {"kind": kind, "synchronous": waits})
-        if kind == "blend":
-            with pytest.raises(ValueError, match="needs a matcher"):
-                make("prefetch", chosen, context)
-            continue
         policy = make("prefetch", chosen, context)
         assert (policy is None) == (kind == "none")
         if policy is not None:

@@ -57,6 +57,21 @@ def test_it_pays_if_it_saves_more_waits_than_it_costs(on: DecodeForward, off: De
     assert tested.result.paused_forwards == found.count(False)
 
 
+def test_a_trial_with_other_rows_is_given_up() -> None:
+    tested, same = trials(), DecodeForward(1.0, 0.5)
+    for rows in (1,) * (FIRST + BLOCK + 1):
+        tested.next(rows, same)
+    assert [tested.next(2, same) for _ in range(FIRST)] == [True] * FIRST  # as before the trial
+    assert [tested.next(2, same) for _ in range(len(TRIAL) + 1)] == [*TRIAL, False]
+    assert tested.result.trials == 1
+
+
+def test_unmeasured_forwards_decide_nothing() -> None:
+    tested = trials()
+    assert [tested.next(1, None) for _ in range(FIRST + len(TRIAL) + 1)][-1]
+    assert tested.result.trials == 0
+
+
 @pytest.mark.parametrize(
     ("policy", "gbps", "pays"),
     [

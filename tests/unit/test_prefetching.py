@@ -163,6 +163,32 @@ def test_embeddings_are_the_spans_means(routers: list[torch.Tensor]) -> None:
     assert len(policy.begun) == 1
 
 
+def test_an_unannounced_forward_is_one_sequence(routers: list[torch.Tensor]) -> None:
+    policy, model = Embedding(), Model()
+    tested = prefetching(policy, FakeCache(), routers)
+    tested.watch_embeddings(model)
+    tested.begin_forward([SequenceRows("a", 0, 1, decode=True)])
+    for _ in range(2):
+        with torch.no_grad():
+            embedded = model.embedding(torch.tensor([[4, 5, 6]]))[0]
+        for layer in range(LAYERS):
+            tested.layer(layer, view_of(hidden_rows(3), torch.zeros((3, 2), dtype=torch.int64)))
+    assert [(s.start, s.stop, s.decode) for spans in policy.begun for s in spans] == [(0, 3, False)] * 2
+    np.testing.assert_allclose(policy.begun[0][0].embedding, embedded.mean(0).numpy(), rtol=1e-6)
+    assert policy.ended == []
+    tested.begin_forward([])
+    assert len(policy.ended) == 2
+
+
+def test_sequences_end_between_forwards(routers: list[torch.Tensor]) -> None:
+    policy = Scripted()
+    tested = prefetching(policy, FakeCache(), routers)
+    tested.end_sequence("a")
+    assert policy.ended == []
+    tested.begin_forward([SequenceRows("b", 0, 1, decode=False)])
+    assert policy.ended == ["a"]
+
+
 def test_while_prefetch_rests_only_those_that_learn_are_asked(routers: list[torch.Tensor]) -> None:
     cache = FakeCache(at_rest())
     learning = Scripted([Wanted(8, 1.0)])
@@ -302,6 +328,6 @@ def test_a_stateless_policy_is_not_asked_where_nothing_can_be_fetched(
     """Prefetch that cannot pay costs no router: at layer 0 only the experts of layer 1 matter."""
     cache = FakeCache(held={key for key in range(LAYERS * EXPERTS) if absent is None or key != absent * EXPERTS})
     tested = prefetching(NextGatePrefetch(LAYERS, EXPERTS, 2), cache, routers)
-    assert tested.idle(0) == (absent != 1)
+    assert tested.idle(0, allowed=True) == (absent != 1)
     tested.layer(0, view_of(hidden_rows(3), torch.zeros(3, 2, dtype=torch.int64)))
     assert bool(cache.asked) == (absent == 1)

@@ -191,6 +191,25 @@ def test_recordings_go_with_the_cache_that_they_write_to(
     assert recorded._recordings == {}
 
 
+def test_recordings_give_way_to_others(worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To those at other addresses, in memory of their own, and at the limit to the ones used last."""
+    monkeypatch.setattr(recorded_module, "_MOST", 1)
+    recorded = Recorded(worker.model, Graph, Pool)
+    with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
+        expected = tokens_of(batcher, PROMPTS[:1], 8, "a")
+        batcher.record(recorded)
+        for turn in range(2):
+            before = recorded.replays
+            assert tokens_of(batcher, PROMPTS[:1], 8, f"b{turn}") == expected
+            assert recorded.replays > before
+            batcher._manager.steps._kept.generation += 1
+        tokens_of(batcher, PROMPTS, 8, "c")
+        assert [key[0] for key in recorded._recordings] == [2]
+        assert tokens_of(batcher, PROMPTS[:1], 8, "d") == expected
+        assert [key[0] for key in recorded._recordings] == [1]
+    assert recorded.problem is None
+
+
 def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

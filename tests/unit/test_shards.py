@@ -96,6 +96,23 @@ def test_pairs_are_computed_once_by_their_owner(olmoe: Tiny) -> None:
         assert (lead["shard"], other["shard"]) == ("shard/0", "shard/1")
 
 
+def test_every_gpu_preloads_what_it_owns(olmoe: Tiny) -> None:
+    config = settings(1.0, policy=policy(preload="all"), shards=ShardSettings(count=2))
+    with serving_group(olmoe.store, config) as group:
+        assert greedy(group.lead, _PROMPTS, _NEW) == olmoe.expected
+        assert [s["slots"] for s in group.lead.shard_stats()] == [8, 8]
+        assert [s["bytes_loaded"] for s in group.lead.shard_stats()] == [0, 0]
+
+
+def test_prefetches_go_to_the_owner(olmoe: Tiny) -> None:
+    with serving_group(olmoe.store, _settings(2, prefetch="next-gate")) as group:
+        assert greedy(group.lead, _PROMPTS[:1], _NEW) == olmoe.expected[:1]
+        lead, other = group.lead.shard_stats()
+        assert lead["bytes_loaded_prefetch"] > 0
+        assert other["bytes_loaded_prefetch"] > 0
+        assert other["late_commands"] == 0
+
+
 def test_a_lost_shard_is_replaced_by_the_lead_and_rejoins(olmoe: Tiny) -> None:
     with serving_group(olmoe.store, _settings(2)) as group:
         shards = group.lead.engine.shards
@@ -335,6 +352,24 @@ def test_the_view_joins_what_each_shard_holds_of_its_own(shards: Any) -> None:
     assert _seen(caches, 1) == ([1, 4], [0, 1, 2] * 2, [False, True, False])  # it was full once
 
 
+def test_what_each_owner_holds_is_known_by_expert(shards: Any) -> None:
+    caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
+    keys = [0, 1, 4, 7, 2, 5, 11]
+    assert caches.hold(keys) == [False] * 7  # nothing told yet
+    one.resident = told(1, 7)
+    two.resident = told(2, resting=True)
+    one.asked, two.asked = {4}, {5}  # shard 2 rests
+    assert caches.hold(keys) == [False, True, True, True, True, False, False]
+
+
+def test_prefetches_since_the_last_answer_are_on_their_way(shards: Any) -> None:
+    caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
+    one.resident, two.resident = told(1), told(2, resting=True)
+    one.asked, two.asked = {4, 10}, {5, 11}  # experts 4 and 5 of both layers; shard 2 rests
+    assert _seen(caches, 0)[0] == [1, 2, 4]
+    assert _seen(caches, 1)[0] == [4]
+
+
 def test_experts_of_a_lost_shard_are_where_the_lead_has_them(shards: Any) -> None:
     caches, (one, two) = PeerCaches(shards, L, E), shards.peers.values()
     one.resident = told(1, 4, 7, 10)
@@ -346,6 +381,12 @@ def test_experts_of_a_lost_shard_are_where_the_lead_has_them(shards: Any) -> Non
     assert _seen(caches, 0, 0, 4) == ([0, 2, 5], [0, 1, 2] * 2, [False, True, False])
     one.resident = told(1)
     assert _seen(caches, 0, 0)[2] == [False, True, False]
+
+
+def test_residency_bits_of_another_model_are_ignored(shards: Any) -> None:
+    caches, (one, _) = PeerCaches(shards, L, E), shards.peers.values()
+    one.resident = np.full(9, 255, np.uint8)
+    assert _seen(caches, 0) == ([], [0, 1, 2] * 2, [False, True, True])
 
 
 _LOSSY_NEW = 16
@@ -417,6 +458,13 @@ def test_less_is_loaded_than_without_buddies(store: ExpertStore) -> None:
             loaded[on_miss] = [part["misses"] for part in group.lead.shard_stats()]
     assert all(few < many for few, many in zip(loaded["substitute"], loaded["load"], strict=True))
     assert loaded["substitute"][1] <= 8  # its slots, and those of the one layer in which it filled the last
+
+
+def test_at_kappa_1_buddies_are_on_the_lead(store: ExpertStore) -> None:
+    with serving_group(store, _lossy_settings(kappa=1.0)) as group:
+        watched = _Watched(group)
+        greedy(group.lead, _PROMPTS, _LOSSY_NEW)
+        assert {there for _, there in watched.moves} == {0}
 
 
 def test_a_shard_is_lost_and_comes_back(store: ExpertStore) -> None:

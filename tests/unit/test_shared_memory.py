@@ -27,6 +27,7 @@ from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.serving import steps
 from tiermoe.actors.engine.serving.shared_memory import SectorPool, SharedMemory
 from tiermoe.actors.gpu_worker import GpuWorker
+from tiermoe.actors.policies.residency import ResidencyError, State
 from tiermoe.actors.settings import KvSettings, shared_bytes
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import ExpertShape
@@ -244,6 +245,41 @@ def test_experts_leave_in_order_of_eviction_and_the_others_move(cached: Fixture)
     assert cached.resident() == {4, 5, 1, 0, 2}
     check_weights(cached)
     assert cached.stats.expert_bytes_peak == 6 * SLOT_BYTES
+
+
+def test_copies_into_slots_that_go_are_waited_for_or_cancelled(cached: Fixture) -> None:
+    device = cached.device
+    assert isinstance(device, GatedDevice)
+    device.held = True
+    assert cached.cache.prefetch([0, 1, 2, 3, 4]) == 5
+    device.await_start()  # the copy into slot 0 is under way; nobody waits for it
+    cached.cache.resize(3)
+    assert [cached.residency.state(key) for key in range(5)] == [State.LOADING] * 3 + [State.ABSENT] * 2
+    for _ in range(3):
+        device.go.release()
+    cached.settle()
+    assert cached.resident() == {0, 1, 2}
+    cached.cache.resize(6)
+    while not device.started.empty():
+        device.started.get()
+    cached.cache.prefetch([5])
+    device.await_start()
+    cached.release_when_awaited(5)  # into slot 3, begun: it is waited for, and moves
+    cached.cache.resize(3)
+    assert 5 in cached.resident()
+    check_weights(cached)
+
+
+def test_a_pinned_expert_keeps_its_slot(cached: Fixture) -> None:
+    cached.forward(0, 0, 1, 2, 3)
+    plan = cached.begin(0, 3)
+    with pytest.raises(ResidencyError, match="expert 3 cannot move from slot 3"):
+        cached.cache.resize(2)
+    assert (cached.residency.slots, cached.residency.state(3)) == (6, State.RESIDENT)
+    check_weights(cached)
+    cached.end(plan)
+    cached.cache.resize(2)
+    check_weights(cached)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +37,7 @@ from tiermoe.cluster.simulate.trace import Iteration, Trace
 from tiermoe.cluster.simulate.trace_writer import TraceWriter
 from tiermoe.cluster.topology.machine_costs import MachineCosts, PolicyCosts
 from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure, TraceError
+from tiermoe.kernels import _cpu
 
 PROMPTS = [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]]
 
@@ -358,28 +359,62 @@ def test_attention_grows_with_the_context() -> None:
 def test_kernels_share_memory_with_the_copy_beside_them() -> None:
     """Two copies of 1 s: 3 s of kernels at half speed do 1 s of work beside them, 2 s after them."""
     linked = Linked(layers=1)
-    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 0.0, 0.0, 0.5, 0.0, 0.0, 1)
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 0.0, 0.0, 0.5, 0.0, 0.0, 1)
     linked.core.prefetch([0, 1], [], 1)
     for want_s in (4.0, 7.0):  # in the second forward no copy is left
         run.forward(np.array([[[0]]]), 3.0)
         assert linked.clock.now_s == pytest.approx(want_s)
 
 
+class ScriptedPass:
+    """Python's parts of each pass (`engine.layer.Pass`): expert 2 in the place of 0, and a peer runs 1."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.said = fails, list[object]()
+
+    def _said(self, name: str, answer: Any = None, *given: object) -> Any:
+        self.said.append((name, *given))
+        if name == self.fails:
+            raise ZeroDivisionError(name)
+        return answer
+
+    def reroute(self) -> Any:
+        return self._said("reroute", (np.array([[2, 1]]), np.ones((1, 2), np.float32), ()))
+
+    def place(self, routing: _core.Routing, needed: list[int]) -> Any:
+        return self._said("place", ([2], (), True), needed, routing.experts, routing.counts)
+
+    def send(self) -> None:
+        self._said("send")
+
+    def ahead(self) -> None:
+        self._said("ahead")
+
+    def lost(self) -> Any:
+        return self._said("lost", [])
+
+    def add(self, out: None) -> None:
+        self._said("add")
+
+    def peer_s(self) -> Any:
+        return self._said("peer_s", (9.0, 5.0))
+
+    def ran(self) -> None:
+        self._said("ran")
+
+
+def with_parts(linked: Linked, made: ScriptedPass) -> _core.VirtualRun:
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    run.layers[0].parts(lambda: made, _core.Planned(), rule=True, ahead=True, watched=True, alone=False)
+    return run
+
+
 def test_the_parts_of_a_pass_that_are_called() -> None:
-    """A rule puts expert 2 in the place of 0; of the two that are needed then, a peer runs one."""
-    linked, seen, away = Linked(layers=1), list[object](), ("ndp/0", [1], [0])
-
-    def says(name: str, answer: object = None) -> Callable[..., object]:
-        return lambda *given: [seen.append((name, *given)), answer][1]
-
-    calls = {
-        "rule": says("rule", ([1, 2], [])), "place": says("place", ([2], (), [away])), "join": says("join", (9.0, 5.0)),
-    } | {name: says(name) for name in ("send", "ahead", "ran")}  # fmt: skip
-    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
-    run.forward(np.array([[[0, 1]]]), 0.0, **calls)
-    assert seen == [
-        ("rule", 0), ("place", 0, [1, 2], [1, 2], [1, 1]), ("send", 0, [away], [1, 2], [1, 1]),
-        ("ahead", 0), ("join", 0), ("ran", 0),
+    linked, made = Linked(layers=1), ScriptedPass()
+    with_parts(linked, made).forward(np.array([[[0, 1]]]), 0.0)
+    assert made.said == [
+        ("reroute",), ("place", [2, 1], [2, 1], [1, 1]), ("send",), ("ahead",), ("lost",), ("add",), ("peer_s",),
+        ("ran",),
     ]  # fmt: skip
     assert linked.core.planned == ([2], 0)
     assert linked.clock.now_s == pytest.approx(2.0)  # a copy and an expert
@@ -387,23 +422,26 @@ def test_the_parts_of_a_pass_that_are_called() -> None:
     assert (counts.io_path_s, counts.link_path_s) == (9.0, 5.0)  # the peer's, which waited longer
 
 
-@pytest.mark.parametrize("part", ["rule", "place", "send", "ahead", "join", "ran"])
+@pytest.mark.parametrize("part", ["reroute", "place", "send", "ahead", "lost", "add", "peer_s", "ran"])
 def test_an_error_of_a_part_of_a_pass_leaves_nothing_pinned(part: str) -> None:
-    linked, ids = Linked(layers=1), np.array([[[0, 1]]])
-
-    def fails(*given: object) -> None:
-        raise ZeroDivisionError(part)
-
-    calls = {
-        "place": lambda *given: ([0], (), [("ndp/0", [1], [0])]), "send": lambda *given: None,
-        "join": lambda layer: (0.0, 0.0),
-    }  # fmt: skip
-    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    linked, made = Linked(layers=1), ScriptedPass(part)
+    run = with_parts(linked, made)
     with pytest.raises(ZeroDivisionError, match=part):
-        run.forward(ids, 0.0, **calls | {part: fails})
+        run.forward(np.array([[[0, 1]]]), 0.0)
     assert not linked.core.pins.any()
-    run.forward(ids, 0.0)
+    made.fails = ""
+    run.forward(np.array([[[0, 1]]]), 0.0)
     assert not linked.core.check()
+
+
+def test_a_prefetch_by_scores_that_were_not_recorded_is_refused() -> None:
+    linked = Linked(layers=2)
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    first, announced = run.layers[0], _core.Announced()
+    first.ask_routers(first.router(1), 1, 1, _core.ByScores(True, 1, False, 1), announced)
+    with pytest.raises(ValueError, match="recorded"):
+        run.forward(np.array([[[0, 1]], [[0, 1]]]), 0.0)
+    assert not linked.core.pins.any()
 
 
 @pytest.mark.parametrize(
@@ -411,7 +449,7 @@ def test_an_error_of_a_part_of_a_pass_leaves_nothing_pinned(part: str) -> None:
 )
 def test_a_part_of_a_layer_that_there_is_not_is_refused(layer: int, experts: list[int], counts: list[int]) -> None:
     linked = Linked(layers=1)
-    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 1.0, 0.0, 1.0, 0.0, 0.0, 1)
     with pytest.raises(ValueError, match=r"there is no such|experts come once"):
         run.run(layer, 1, experts, counts, [])
     run.run(0, 1, [0], [1], [])

@@ -10,7 +10,7 @@ import traces
 from orders_reference import Lru
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.policies.cost import NdpProfile, Work, expert_cost, load_s
+from tiermoe.actors.policies.cost import NdpDevice, Work, expert_cost, load_s
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.replay import Replay
@@ -29,7 +29,7 @@ from tiermoe.cluster.simulate.trace import Iteration, Trace, TraceHeader
 from tiermoe.errors import ConfigError
 
 SLOT = 1000
-DEVICE = NdpProfile("d", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 1.0)
+DEVICE = NdpDevice("d", 1.0, 10**9, 1, 4, 4, 1.0, 1, 1.0, 1.0)
 HALF, QUARTER = Budget(share=0.5), Budget(share=0.25)
 
 
@@ -122,6 +122,35 @@ def test_near_data_devices_work_beside_the_gpu(workers: int) -> None:
         bits = settings.precision.widths[0] if settings.precision.widths else 16
         want_s = max(expert_s, ndp_s(header, [1] * (2 // workers), bits, 1))
         assert engine.clock.now_s - begin_s == pytest.approx(want_s)
+
+
+@pytest.mark.parametrize(
+    ("copy", "share", "slower"), [(0.5, 1.0, 1.0), (0.5, 0.5, 1.25), (4.0, 0.5, 2.0), (0.0, 0.5, 1.0)]
+)
+def test_copies_slow_near_data_workers_in_their_memory(copy: float, share: float, slower: float) -> None:
+    """A batch beside a copy of so many times its length: at `share` of its speed while the copy runs."""
+    header = traces.header(layers=1, experts=5, top_k=2, slot_bytes=960)  # 20 neurons
+    alone_s = ndp_s(header, [1] * 2, 16, 1)
+    box = machine(ndp=DEVICE, ndp_share=share, link_gbps=960e-9 / (max(copy, 1e-9) * alone_s))
+    engine = engine_of(load_policy("ktransformers"), header, box, 0.4, np.array([[9, 3, 2, 1, 1]]))
+    begin_s = engine.clock.now_s
+    if copy:
+        engine.cache.core.prefetch([4], [], 1)
+    engine.forward([("a", step(header, [2, 3]))])
+    assert engine.clock.now_s - begin_s == pytest.approx(slower * alone_s)
+    total = engine.live_stats().total()
+    assert total.ndp_experts == 2
+    message_s = 2 * load_s(4 * header.hidden, DEVICE.link)
+    assert total.ndp_measured_s == pytest.approx(slower * alone_s - message_s)  # the kernels'
+    assert total.ndp_wait_s == pytest.approx(slower * alone_s)
+    late = machine(ndp=DEVICE, ndp_share=share, expert_s=1.0, link_gbps=box.link_gbps)  # expert 1 takes far longer
+    engine = engine_of(load_policy("ktransformers"), header, late, 0.4, np.array([[9, 3, 2, 1, 1]]))
+    if copy:
+        engine.cache.core.prefetch([4], [], 1)
+    engine.forward([("a", step(header, [1, 2]))])
+    total, kernel_s = engine.live_stats().total(), ndp_s(header, [1], 16, 1) - message_s
+    assert total.ndp_wait_s == pytest.approx(0.0, abs=1e-15)
+    assert kernel_s - 1e-15 <= total.ndp_measured_s <= kernel_s / share + 1e-15  # not until somebody asks
 
 
 def test_context_placement_and_monde_replay(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -14,9 +15,11 @@ import torch
 from channel_peer import wait_until
 from handmade_store import EXPERTS, layer_values, write_store
 
-from tiermoe.actors.engine.cache.slots import LayerWeights
-from tiermoe.actors.engine.cache.sources import RemoteStores, open_sources
-from tiermoe.actors.settings import StoreSettings
+from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.loader import DEMAND, Loader, LoadJob
+from tiermoe.actors.engine.cache.slots import LayerWeights, SlotPool
+from tiermoe.actors.engine.cache.sources import RemoteStores, host_weights, open_sources
+from tiermoe.actors.settings import LinkSettings, StoreSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import DType, ExpertShape
 from tiermoe.actors.store.server import StoreWorker
@@ -231,3 +234,97 @@ def test_a_store_whose_file_does_not_verify_is_named_until_it_serves(make: Make)
         assert reader._holders["store/0"].wait(WAIT_S)
         assert reader.refusal() is None
         assert_right(take(reader, 0, 1), 0, 1)
+
+
+def test_an_outage_is_waited_for_once(make: Make, monkeypatch: Any) -> None:
+    stores = make([0, 1], [2, 3])
+    waits: list[float] = []
+    with stores.reader(FAST) as reader:
+        wait = reader._await_one
+        monkeypatch.setattr(reader, "_await_one", lambda holders, s: waits.append(s) or wait(holders, s))
+        stores.workers[1].close()
+        with pytest.raises(StoreError, match=r"MoE layers 2, 3 cannot be read: no store gave an expert of layer 3"):
+            take(reader, 3, 0)
+        assert waits
+        waits.clear()
+        for _ in range(3):
+            with pytest.raises(StoreError, match="bring back store/1"):
+                take(reader, 2, 1)
+        assert sum(waits) < FAST.deadline_s / 10  # a rest of the first wait, at most
+        reader._settings = LONG  # of a store that is there; a busy machine may take longer than `FAST` allows
+        assert_right(take(reader, 1, 0), 1, 0)  # the other store serves on
+        stores.restart(1)
+        assert reader._holders["store/1"].wait(WAIT_S)
+        assert_right(take(reader, 2, 1), 2, 1)
+
+
+def test_a_store_that_comes_back_in_time_is_waited_for(make: Make) -> None:
+    stores = make()
+    with stores.reader() as reader:
+        waiting = threading.Event()
+        wait = reader._await_one
+
+        def noted(holders: Any, timeout_s: float) -> None:
+            waiting.set()
+            wait(holders, timeout_s)
+
+        reader._await_one = noted  # type: ignore[method-assign]
+        stores.workers[0].close()
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(take(reader, 1, 2)))
+        thread.start()
+        assert waiting.wait(WAIT_S)
+        stores.restart(0)
+        thread.join(WAIT_S)
+        assert_right(found[0], 1, 2)
+
+
+def test_closing_ends_what_waits(make: Make) -> None:
+    stores = make()
+    with stores.reader() as reader:
+        waiting = threading.Event()
+        wait = reader._await_one
+        reader._await_one = lambda holders, s: waiting.set() or wait(holders, s)  # type: ignore
+        stores.workers[0].close()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                take(reader, 1, 2)
+            except StoreError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert waiting.wait(WAIT_S)
+        reader.close()
+        thread.join(WAIT_S)
+        assert len(errors) == 1
+
+
+def test_the_loader_takes_promises_and_tensors_in_order(make: Make) -> None:
+    stores = make([0, 1])
+    own = ExpertStore(stores.folder, "stamp", layers=[2])
+    mapped = host_weights(own.layers)[0]
+    with stores.reader(layers=[0, 1]) as reader, closing(Loader(CpuDevice(LinkSettings()))) as loader:
+        shape = stores.manifest.experts
+        pool = SlotPool.allocate(shape, 5, torch.float32, torch.device("cpu"))
+        wanted = [(0, 1), (2, 0), (1, 2), (0, 0)]
+        jobs = [
+            LoadJob(
+                0, i, dst=pool.slot(i), after=None, layer=layer, cause="demand",
+                src=mapped.expert(e) if layer == 2 else reader.layer(layer).expert(e),
+            )
+            for i, (layer, e) in enumerate(wanted)
+        ]  # fmt: skip
+        loader.submit(jobs, DEMAND)
+        for job, (layer, e) in zip(jobs, wanted, strict=True):
+            assert job.done.wait(WAIT_S)
+            assert job.copied is not None
+            assert_right(job.dst, layer, e)
+        stores.workers[0].close()
+        reader._settings = FAST
+        failing = LoadJob(0, 4, dst=pool.slot(4), after=None, layer=0, cause="demand", src=reader.layer(0).expert(2))
+        loader.submit([failing], DEMAND)
+        assert failing.done.wait(WAIT_S)
+        assert isinstance(failing.error, StoreError)

@@ -65,7 +65,7 @@ class ExpertCache:
         self._place()
         self.core = _core.Core(where.layout(), self.link, self._order, _core.Governor(min_useful), writeback)
         self.governor, self.uses = self.core.governor, self.core.uses
-        self.residency = Residency(self.core, where.slot_bytes, where)
+        self.residency = Residency(self.core, where)
         self.native_steps = False
         self._sources: dict[str, int] = {}  # of prefetches: number in the core
         self._seen: _core.Watched | None = None
@@ -83,12 +83,12 @@ class ExpertCache:
 
     @property
     def eviction(self) -> EvictionPolicy:
-        """The order of eviction, which has heard of all that has happened."""
+        """The order of eviction, with all events so far."""
         self.tell_order()
         return self._eviction
 
     def tell_order(self) -> None:
-        """An order of eviction in Python hears of what has happened, which else comes before it is asked."""
+        """Report the events so far to an order of eviction in Python, which else gets them before it is asked."""
         self._order.tell()
 
     @property

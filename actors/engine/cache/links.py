@@ -23,7 +23,7 @@ CAUSES: tuple[Cause, ...] = ("demand", "prefetch", "migration", "demand")  # by 
 
 
 def fail(error: BaseException, layer: int) -> NoReturn:
-    """Raise what a forward is told of a copy's error."""
+    """Raise the error of a copy in the forward that needs it."""
     if isinstance(error, StoreError):  # says it better, and may pass
         raise error
     raise RuntimeFailure(
@@ -118,7 +118,7 @@ class QueueLink:
         return True, [self._end(job), *self._ended()]
 
     def _ended(self) -> list[EndedCopy]:
-        """What has ended and was not told."""
+        """The copies that ended since the last report."""
         return [self._end(job) for job in list(self.jobs.values()) if job.done.is_set()]
 
     def _end(self, job: LoadJob) -> EndedCopy:

@@ -1,4 +1,4 @@
-"""Where the bytes of experts lie, on the host and in slots: what a link that has addresses is told (`core::Places`)."""
+"""Where the bytes of experts lie, on the host and in slots: for a link that copies by addresses (`core::Places`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,13 +20,13 @@ class Residency:
     """The slots of a core and what is in them. Keys are those of segments.
 
     Attributes:
-        states, evictable: uint8 [keys]: `State`; 1 where RESIDENT and not pinned. The core writes them in place.
+        states, evictable_now: uint8 [keys]: `State`; 1 where RESIDENT and not pinned. The core writes them in place.
         keys: number of segments. slots, class_slots: of all classes together, and of each.
         slot_bytes: of a whole expert.
     """
 
-    def __init__(self, core: _core.Core, slot_bytes: int, where: SlotMap) -> None:
-        self._core, self.slot_bytes = core, slot_bytes
+    def __init__(self, core: _core.Core, where: SlotMap) -> None:
+        self._core, self.slot_bytes = core, where.slot_bytes
         self.states: NDArray[np.uint8] = core.states
         self.evictable_now: NDArray[np.uint8] = core.evictable
         self._slots, self._pins = core.slots, core.pins
@@ -35,14 +34,14 @@ class Residency:
         self.laid_out(where)
 
     def laid_out(self, where: SlotMap) -> None:
-        """The slots are others now."""
+        """The slots were laid out anew."""
         self._class_of = where.class_of
         self.class_slots = tuple(where.class_slots)
         self.slots = sum(self.class_slots)
 
     @property
     def emptied(self) -> int:
-        """How often there came slots for all layers to fill: the last expert left, or the cache grew."""
+        """How often the last expert left, or the cache grew: then all layers have slots to fill."""
         return self._core.emptied
 
     def state(self, key: int) -> State:
@@ -54,12 +53,6 @@ class Residency:
         if found < 0:
             raise KeyError(key)
         return found
-
-    def evictable(self, keep: Iterable[int] = ()) -> Callable[[int], bool]:
-        """A snapshot of which keys may be evicted: RESIDENT, not pinned and not in `keep`."""
-        mask = self.evictable_now.copy()
-        mask[list(keep)] = 0
-        return mask.tobytes().__getitem__  # type: ignore[return-value]  # 0 or 1
 
     def occupied(self, first: int = 0, stop: int | None = None) -> NDArray[np.bool_]:
         """A snapshot of which keys from `first` to `stop` are LOADING or RESIDENT."""
@@ -78,9 +71,6 @@ class Residency:
     def held(self) -> list[int]:
         """Keys that occupy a slot, LOADING or RESIDENT, in rising order."""
         return self.states.nonzero()[0].tolist()
-
-    def pinned(self, key: int) -> bool:
-        return bool(self._pins[key])
 
     @property
     def pins(self) -> int:

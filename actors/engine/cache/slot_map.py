@@ -148,15 +148,8 @@ class SlotMap:
             return self.segments.slots
         return [self.whole_slots] if self.low_bit is None else [self.whole_slots, self.low_bit.slots]
 
-    @property
-    def class_bytes(self) -> Sequence[int]:
-        """Of a slot of each class."""
-        if self.segments is not None:
-            return [n * self.slot_bytes // self.neurons for n in self.segments.slot_neurons]
-        return [self.slot_bytes] if self.low_bit is None else [self.slot_bytes, self.low_bit.slot_bytes]
-
     def layout(self) -> _core.Layout:
-        """As the core is told."""
+        """The layout, for the core."""
         segments = self.segments
         return _core.Layout(
             len(self.weights), self.experts, 1 if segments is None and self.low_bit is None else 2, self.class_of,

@@ -21,25 +21,18 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..cache.device import Outgoing
-from .runtime import wait_for
+from .runtime import GpuRuntime, wait_for
 from .tables import TORCH_DTYPES
 
 _SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocator of pinned memory rounds up to them
 _REMEMBERED = 256  # tensors over arrays: a few kinds, in a few blocks
-
-
-class PinnedRuntime(Protocol):
-    """What the pool needs of a GPU; see `cuda.runtime.GpuRuntime`."""
-
-    def pinned(self, nbytes: int) -> torch.Tensor: ...
-    def query(self, event: Any) -> bool: ...
 
 
 class _Block(NamedTuple):
@@ -73,7 +66,7 @@ class PinnedPool:
         problem: why the driver refused more memory; None: it did not.
     """
 
-    def __init__(self, runtime: PinnedRuntime, most_bytes: int) -> None:
+    def __init__(self, runtime: GpuRuntime, most_bytes: int) -> None:
         self._runtime, self._most = runtime, most_bytes
         self._free: dict[int, deque[_Block]] = {}
         size = _SMALLEST
@@ -173,21 +166,6 @@ _MOST = 256 * 1024 * 1024  # pinned bytes: several layers' prompts, to and fro
 _LEAST = 1024  # bytes of a frame that is worth pinned memory: an answer with sums has more
 
 
-class ComputeRuntime(Protocol):
-    """What is asked of the GPU; see `cuda.runtime.GpuRuntime`."""
-
-    device: torch.device
-
-    def current(self) -> Any: ...
-    def event(self, timing: bool = True) -> Any: ...
-    def record(self, event: Any, stream: Any) -> None: ...
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
-    def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
-    def query(self, event: Any) -> bool: ...
-    def synchronize(self, event: Any) -> None: ...
-    def pinned(self, nbytes: int) -> torch.Tensor: ...
-
-
 class PinnedActivations:
     """`Activations` of a GPU. Where pinned memory is full, a copy is synchronous.
 
@@ -199,7 +177,7 @@ class PinnedActivations:
         waited: synchronous copies, because pinned memory was full.
     """
 
-    def __init__(self, runtime: ComputeRuntime, most_bytes: int = _MOST) -> None:
+    def __init__(self, runtime: GpuRuntime, most_bytes: int = _MOST) -> None:
         self._runtime, self._device = runtime, runtime.device
         self.pool = PinnedPool(runtime, most_bytes)
         self.pool.lease(1)  # whether there is pinned memory to be had is known from the start

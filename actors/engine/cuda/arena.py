@@ -8,52 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class PageDriver(Protocol):
-    """What is asked of a driver. Addresses and sizes are multiples of `granularity`."""
-
-    @property
-    def granularity(self) -> int:
-        """Bytes of a page."""
-        ...
-
-    def reserve(self, nbytes: int) -> int:
-        """An address range, without memory."""
-        ...
-
-    def create(self) -> Any:
-        """A page of device memory. Raises torch.OutOfMemoryError."""
-        ...
-
-    def map(self, address: int, pages: Sequence[Any]) -> None:
-        """Put pages at consecutive addresses, for reading and writing."""
-        ...
-
-    def unmap(self, address: int, pages: int) -> None:
-        """Undo `map` of so many pages; nothing enqueued uses them."""
-        ...
-
-    def destroy(self, page: Any) -> None:
-        """Give a page back."""
-        ...
-
-    def free(self, address: int, nbytes: int) -> None:
-        """Give a range back, in which nothing is mapped."""
-        ...
-
-    def tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """The range as uint8 [nbytes]; its first page is mapped."""
-        ...
 
 
 class Pages:
     """The pages of one GPU that are in no range; shared by its arenas."""
 
-    def __init__(self, driver: PageDriver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
         self._spare: list[Any] = []
 
@@ -160,7 +123,9 @@ _SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 class CudaDriver:
-    """`PageDriver` by calls of libcuda, which torch has loaded and given a context.
+    """Device memory page by page: calls of libcuda, which torch has loaded and given a context.
+
+    Addresses and sizes are multiples of `granularity`.
 
     Raises:
         OSError: there is no libcuda. RuntimeError: the GPU has no virtual memory management, or a call failed.
@@ -181,13 +146,10 @@ class CudaDriver:
         self._call(
             "cuMemGetAllocationGranularity", ctypes.byref(size), ctypes.byref(self._properties), ctypes.c_int(_MINIMUM)
         )
-        self._granularity = int(size.value)
-
-    @property
-    def granularity(self) -> int:
-        return self._granularity
+        self.granularity = int(size.value)  # bytes of a page
 
     def reserve(self, nbytes: int) -> int:
+        """An address range, without memory."""
         address = ctypes.c_uint64()
         self._call(
             "cuMemAddressReserve", ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_size_t(0),
@@ -196,15 +158,17 @@ class CudaDriver:
         return int(address.value)
 
     def create(self) -> int:
+        """A page of device memory. Raises torch.OutOfMemoryError."""
         handle = ctypes.c_uint64()
         self._call(
-            "cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(self._granularity), ctypes.byref(self._properties),
+            "cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(self.granularity), ctypes.byref(self._properties),
             ctypes.c_uint64(0),
         )  # fmt: skip
         return int(handle.value)
 
     def map(self, address: int, pages: Sequence[int]) -> None:
-        size, mapped = self._granularity, 0
+        """Put pages at consecutive addresses, for reading and writing."""
+        size, mapped = self.granularity, 0
         try:
             for page in pages:
                 self._call(
@@ -222,15 +186,19 @@ class CudaDriver:
             raise
 
     def unmap(self, address: int, pages: int) -> None:
-        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(pages * self._granularity))
+        """Undo `map` of so many pages; nothing enqueued uses them."""
+        self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(pages * self.granularity))
 
     def destroy(self, page: int) -> None:
+        """Give a page back."""
         self._call("cuMemRelease", ctypes.c_uint64(page))
 
     def free(self, address: int, nbytes: int) -> None:
+        """Give a range back, in which nothing is mapped."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
 
     def tensor(self, address: int, nbytes: int) -> torch.Tensor:
+        """The range as uint8 [nbytes]; its first page is mapped."""
         described = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
         holder = type("DeviceRange", (), {"__cuda_array_interface__": described})()
         return torch.as_tensor(holder, device=self._device)

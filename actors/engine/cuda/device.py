@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from sys import maxsize
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,19 +28,8 @@ _TOUCH_BYTES = 16 << 20  # pages that a thread fills at a time
 _COPY_ITEMS = 8 << 20  # that a thread copies at a time
 
 
-class Registrar(Protocol):
-    """Registers host memory: `CudaDevice`, or a test's."""
-
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Pin these whole pages. None: done; else why it could not be."""
-        ...
-
-    def unregister(self, address: int) -> None: ...
-    def is_pinned(self, tensors: Tensors) -> bool: ...
-
-
 def pin_layers(
-    device: Registrar, layers: Sequence[HostExperts], settings: CopySettings
+    device: CudaDevice, layers: Sequence[HostExperts], settings: CopySettings
 ) -> tuple[list[HostExperts], PinReport]:
     """Pin these layers as far as the settings and the driver allow.
 
@@ -126,7 +115,7 @@ def _thread_per_core() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(usable_cores(), "tiermoe-pages")
 
 
-def _register_all(device: Registrar, layers: Sequence[Tensors]) -> list[str | None]:
+def _register_all(device: CudaDevice, layers: Sequence[Tensors]) -> list[str | None]:
     """Register the pages of these layers, each page once: of each layer None, or why it is not registered.
 
     Layers of one file meet within a page, which CUDA registers once only, and a copy may not span two registrations. So
@@ -158,7 +147,7 @@ def _register_all(device: Registrar, layers: Sequence[Tensors]) -> list[str | No
     return problems
 
 
-def _pinned_copy(device: Registrar, tensors: Tensors) -> Tensors | None:
+def _pinned_copy(device: CudaDevice, tensors: Tensors) -> Tensors | None:
     """A layer in registered memory of this process; None where memory is short, or the driver refuses.
 
     Not torch's pinned memory, which rounds sizes up to powers of two.

@@ -1,7 +1,6 @@
-"""Calls on streams, events and pinned memory, and `torch.cuda` behind them.
+"""Calls on streams, events and pinned memory: all that is asked of `torch.cuda`.
 
-The modules that decide use the protocol, so that tests run them on a fake GPU, which executes operations in any order
-that streams and events allow.
+So that tests run what decides on a fake GPU, which executes operations in any order that streams and events allow.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ....kernels.device import on_device
 from ...core import _core
-from .arena import CudaDriver, PageDriver
+from .arena import CudaDriver
 from .driver import cuda_driver
 
 if TYPE_CHECKING:  # triton, which need not be there
@@ -27,151 +26,53 @@ _PLAIN = 0
 _MOVED = (torch.int32, torch.int64, torch.float32, torch.bfloat16)  # by `kernel_copy`: compiled before serving
 
 
-class GpuRuntime(Protocol):
-    """What is asked of one GPU. Streams and events are opaque; streams can be compared.
+class GpuRuntime:
+    """One GPU, by `torch.cuda`. Streams and events are opaque; streams can be compared.
 
     Operations of one stream run in order, those of two streams in any order without an event.
     """
-
-    device: torch.device
-
-    @property
-    def mapped(self) -> bool:
-        """Whether kernels read and write pinned host memory."""
-        ...
-
-    @property
-    def copier(self) -> Copier | None:
-        """The kernels of small copies, for native code; None: native code has to call `kernel_copy`."""
-        ...
-
-    def enter(self) -> None:
-        """Make it the calling thread's current device."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Device memory that no process has taken; what torch keeps for this one counts as taken."""
-        ...
-
-    def stream(self, urgent: bool = False) -> Any:
-        """A new stream. urgent: higher priority (of kernels, not of copies)."""
-        ...
-
-    def current(self) -> Any:
-        """The stream of the calling thread's compute."""
-        ...
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which this thread's operations go to `stream`."""
-        ...
-
-    def event(self, timing: bool = True) -> Any:
-        """A new event; it may be recorded again once its last record is read."""
-        ...
-
-    def record(self, event: Any, stream: Any) -> None:
-        """The event is done when all that is enqueued on `stream` so far is."""
-        ...
-
-    def wait_event(self, stream: Any, event: Any) -> None:
-        """What is enqueued on `stream` from now on runs after the event's last record."""
-        ...
-
-    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Enqueue dst <- src on the entered stream. Host tensors are pinned; dtypes may differ only on the device."""
-        ...
-
-    def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """`copy` of small tensors of one dtype by a kernel, which does not queue behind the copies of experts."""
-        ...
-
-    def launch(self, act: Callable[[], None]) -> None:
-        """Call `act`, which launches kernels on the entered stream."""
-        ...
-
-    def query(self, event: Any) -> bool:
-        """Whether the event is done, without waiting."""
-        ...
-
-    def synchronize(self, event: Any) -> None:
-        """Make the host wait for an event without the interpreter's lock. On a forward's way see `wait_for`."""
-        ...
-
-    def elapsed_s(self, earlier: Any, later: Any) -> float:
-        """Seconds between two events that are done and were made with `timing`."""
-        ...
-
-    def settle(self) -> None:
-        """Make the host wait for all streams."""
-        ...
-
-    def handle(self, stream: Any) -> int:
-        """The driver's own name of a stream."""
-        ...
-
-    def driver(self) -> _core.Driver:
-        """The driver's calls, for a link in native code. Raises RuntimeError or OSError: there are none."""
-        ...
-
-    def page_driver(self) -> PageDriver:
-        """Device memory page by page. Raises RuntimeError or OSError: there is none of this kind."""
-        ...
-
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        """Device memory [nbytes], uint8."""
-        ...
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory [nbytes], uint8."""
-        ...
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether copies from this host tensor are asynchronous."""
-        ...
-
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Pin whole pages of host memory. None: done; else why it could not be."""
-        ...
-
-    def unregister(self, address: int) -> None:
-        """Undo `register`, once no copy from there is under way."""
-        ...
-
-
-class TorchRuntime:
-    """`torch.cuda`, one device; see `GpuRuntime`."""
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
 
     def enter(self) -> None:
+        """Make it the calling thread's current device."""
         torch.cuda.set_device(self.device)
 
     def free_bytes(self) -> int:
+        """Device memory that no process has taken; what torch keeps for this one counts as taken."""
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def stream(self, urgent: bool = False) -> torch.cuda.Stream:
+        """A new stream. urgent: higher priority (of kernels, not of copies)."""
         return torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
 
     def current(self) -> torch.cuda.Stream:
+        """The stream of the calling thread's compute."""
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """A context in which this thread's operations go to `stream`."""
         return torch.cuda.stream(stream)
 
     def event(self, timing: bool = True) -> torch.cuda.Event:
+        """A new event; it may be recorded again once its last record is read."""
         return torch.cuda.Event(enable_timing=timing)
 
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
+        """The event is done when all that is enqueued on `stream` so far is."""
         event.record(stream)
 
     def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """What is enqueued on `stream` from now on runs after the event's last record."""
         stream.wait_event(event)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src on the entered stream. Host tensors are pinned; dtypes may differ only on the device."""
         dst.copy_(src, non_blocking=True)
 
     def kernel_copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """`copy` of small tensors of one dtype by a kernel, which does not queue behind the copies of experts."""
         if self.mapped:
             from ....kernels.triton.tables import kernel_copy
 
@@ -182,6 +83,7 @@ class TorchRuntime:
 
     @property
     def copier(self) -> Copier | None:
+        """The kernels of small copies, for native code; None: native code has to call `kernel_copy`."""
         if not self.mapped:
             return None
         from ....kernels.triton.tables import copier_of
@@ -189,6 +91,7 @@ class TorchRuntime:
         return copier_of(self.device)
 
     def launch(self, act: Callable[[], None]) -> None:
+        """Call `act`, which launches kernels on the entered stream."""
         act()
 
     @cached_property
@@ -211,41 +114,52 @@ class TorchRuntime:
         return True
 
     def query(self, event: torch.cuda.Event) -> bool:
+        """Whether the event is done, without waiting."""
         return bool(event.query())
 
     def synchronize(self, event: torch.cuda.Event) -> None:
+        """Make the host wait for an event without the interpreter's lock. On a forward's way see `wait_for`."""
         event.synchronize()
 
     def elapsed_s(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """Seconds between two events that are done and were made with `timing`."""
         return float(earlier.elapsed_time(later)) * 1e-3
 
     def settle(self) -> None:
+        """Make the host wait for all streams."""
         torch.cuda.synchronize(self.device)
 
     def handle(self, stream: torch.cuda.Stream) -> int:
+        """The driver's own name of a stream."""
         return int(stream.cuda_stream)
 
     def driver(self) -> _core.Driver:
+        """The driver's calls, for a link in native code. Raises RuntimeError or OSError: there are none."""
         with torch.cuda.device(self.device):
             torch.zeros(1, device=self.device)  # the context is there, and current on this thread
             return cuda_driver()
 
     def page_driver(self) -> CudaDriver:
+        """Device memory page by page. Raises RuntimeError or OSError: there is none of this kind."""
         with torch.cuda.device(self.device):
             return CudaDriver(self.device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
+        """Device memory [nbytes], uint8."""
         with torch.inference_mode(False):  # a forward may make it, and others use it
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory [nbytes], uint8."""
         with torch.cuda.device(self.device), torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether copies from this host tensor are asynchronous."""
         return bool(tensor.is_pinned())
 
     def register(self, address: int, nbytes: int) -> str | None:
+        """Pin whole pages of host memory. None: done; else why it could not be."""
         codes = []
         with torch.cuda.device(self.device):
             for flag in (_READ_ONLY, _PLAIN):  # a driver without the first refuses it; the second needs writable pages
@@ -257,6 +171,7 @@ class TorchRuntime:
         return f"cudaHostRegister gave error {codes[0]} as read-only memory and {codes[1]} as plain memory"
 
     def unregister(self, address: int) -> None:
+        """Undo `register`, once no copy from there is under way."""
         with torch.cuda.device(self.device):
             if int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
                 self._forget_error()
@@ -270,11 +185,11 @@ class TorchRuntime:
 
 
 @cache
-def _runtime(index: int) -> TorchRuntime:
-    return TorchRuntime(index)
+def _runtime(index: int) -> GpuRuntime:
+    return GpuRuntime(index)
 
 
-def runtime_of(device: torch.device) -> TorchRuntime:
+def runtime_of(device: torch.device) -> GpuRuntime:
     """The runtime of a GPU; no index: of the current one."""
     return _runtime(torch.cuda.current_device() if device.index is None else device.index)
 
@@ -282,14 +197,7 @@ def runtime_of(device: torch.device) -> TorchRuntime:
 SPIN_S = 1e-3  # more than a decode step's layer takes until its routing is known
 
 
-class Events(Protocol):
-    """The part of a runtime that waits."""
-
-    def query(self, event: Any) -> bool: ...
-    def synchronize(self, event: Any) -> None: ...
-
-
-def wait_for(runtime: Events, event: Any, spin_s: float = SPIN_S) -> None:
+def wait_for(runtime: GpuRuntime, event: Any, spin_s: float = SPIN_S) -> None:
     """Make the host wait for an event on a forward's way: poll, and only after `spin_s` give up the interpreter's lock.
 
     `synchronize` gives the lock to any other thread, which keeps it for up to 5 ms.

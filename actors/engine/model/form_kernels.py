@@ -29,10 +29,6 @@ class FormKernels:
     """
 
     def __init__(self, pool: FormPool, setting: ExpertKernelName, blocks: Sequence[MoeBlock]) -> None:
-        if setting not in ("auto", "loop", "triton"):
-            raise ConfigError(
-                f"expert_kernel '{setting}' does not run experts in the form {pool.published.label()}", "use auto"
-            )
         if setting == "triton":
             _check_triton(pool)
         self._of: dict[int, ExpertKernel] = {}

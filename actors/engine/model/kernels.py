@@ -1,13 +1,10 @@
-"""Selects the kernel that runs the experts: on a GPU the fastest for each class of row counts, measured at start.
+"""Selects the kernel that runs the experts, and measures its costs for planners.
 
-On the CPU it is the C++ kernel where that supports the experts, else the loop. On a GPU the candidates are the loop
-(one GEMM per expert and projection), the Triton kernels in a few shapes, and `torch.nn.functional.grouped_mm`. Each is
-timed on the empty slot pool and compared with the loop. A candidate that fails, differs, or gives an expert other bits
-depending on what runs beside it is dropped, and the plan says so.
-
-Kernels round differently, so two engines agree to the last bit only with the same choice. A choice therefore lasts for
-the life of the process, and Triton, whose shapes of a class all agree, wins unless another takes less than `_MARGIN` of
-its time. The setting `expert_kernel` fixes the choice. `expert_seconds` and `link_seconds` measure costs for planners.
+On the CPU it is the C++ kernel where that supports the experts, on a GPU Triton's, else the loop (one GEMM per expert
+and projection). Triton has a few shapes for each class of row counts. Each is timed at start on the empty slot pool and
+compared with the loop. One that fails, differs, or gives an expert other bits depending on what runs beside it is
+dropped, and the plan says so. The fastest of each class is chosen; all shapes of a class agree to the last bit, so what
+a machine measures changes no token. The setting `expert_kernel` fixes the choice.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import torch
 
 from ....errors import ConfigError
 from ....kernels.device import seconds_of
-from ....kernels.expert_ffn import ROW_CLASSES, ByRows, ExpertKernel, Group, Operands, RowClass, TorchKernel, row_class
+from ....kernels.expert_ffn import ROW_CLASSES, ExpertKernel, Group, Operands, RowClass, TorchKernel, row_class
 from ...core import _core
 from ...policies.cost import Link, load_s
 from ...settings import ExpertKernelName, LinkSettings
@@ -189,7 +186,6 @@ def _seconds(kernel: ExpertKernel, pool: SlotPool | FormPool, rows: int, experts
     return statistics.median(times[1:])
 
 
-_MARGIN = 0.9
 _TRIALS: dict[RowClass, tuple[int, int]] = {"decode": (1, 4), "short": (32, 8), "prefill": (192, 8)}  # rows, experts
 
 Candidates = dict[RowClass, dict[str, ExpertKernel]]
@@ -211,7 +207,7 @@ class KernelPlan:
         return {"chosen": dict(self.chosen), "times": [asdict(time) for time in self.times], "notes": list(self.notes)}
 
 
-_chosen: dict[tuple[Any, ...], KernelPlan] = {}  # of this process, so that its engines agree
+_chosen: dict[tuple[Any, ...], KernelPlan] = {}  # of this process: its engines measure once
 
 
 class Kernels:
@@ -259,80 +255,80 @@ class Kernels:
     def _on_cpu(self, loop: TorchKernel, activation: str | None) -> tuple[ExpertKernel, KernelPlan]:
         from ....kernels.expert_ffn import CpuKernel
 
-        if self._setting in ("triton", "grouped"):
-            raise ConfigError(f"expert_kernel '{self._setting}' needs a GPU", "use auto or loop")
+        if self._setting == "triton":
+            raise ConfigError("expert_kernel 'triton' needs a GPU", "use auto or loop")
         if self._setting == "loop" or activation is None or not CpuKernel.supports(self._operands, activation):
             return loop, KernelPlan(dict.fromkeys(ROW_CLASSES, "loop"))
         return CpuKernel(self._operands, activation, loop), KernelPlan(dict.fromkeys(ROW_CLASSES, "cpu"))
 
     def _on_gpu(self, loop: TorchKernel, block: MoeBlock) -> tuple[ExpertKernel, KernelPlan]:
+        """Triton in the fastest shapes; the loop where it is asked for, or Triton cannot run these experts.
+
+        Raises ConfigError: Triton is asked for, and cannot.
+        """
         if self._setting == "loop":
             return loop, KernelPlan(dict.fromkeys(ROW_CLASSES, "loop"))
-        candidates, notes = self._candidates(loop, block)
         from ....kernels.device import device_name
 
         gate_up = self._pool.gate_up
         size, kind = tuple(gate_up.shape[1:]), device_name(gate_up.device)
-        key = (kind, size, gate_up.dtype, block.activation, self._setting, tuple(candidates["decode"]))
-        plan = _chosen.get(key)
-        if plan is None:
-            plan = _chosen[key] = self._choose(candidates, loop, notes)
-        return self._join(plan.chosen, candidates, loop, block.activation), plan
+        key = (kind, size, gate_up.dtype, block.activation, self._setting)
+        known = _chosen.get(key)
+        kernel, plan = self._triton(loop, block.activation, known)
+        if kernel is None and self._setting == "triton":
+            said = "".join(f"; {note}" for note in plan.notes)
+            raise ConfigError(f"expert_kernel 'triton' cannot run these experts{said}", "use expert_kernel auto")
+        _chosen[key] = plan
+        return loop if kernel is None else kernel, plan
 
-    def _candidates(self, loop: TorchKernel, block: MoeBlock) -> tuple[Candidates, list[str]]:
-        """Those that the setting allows, by class and name, and notes on missing ones."""
-        operands, activation = self._operands, block.activation
-        found: Candidates = {name: {} for name in ROW_CLASSES}
-        if self._setting == "auto":
-            for some in found.values():
-                some["loop"] = loop
+    def _triton(
+        self, loop: TorchKernel, activation: str | None, known: KernelPlan | None
+    ) -> tuple[ExpertKernel | None, KernelPlan]:
+        """Triton's kernel, in the shapes of a plan of this process, else in those that measurements choose.
+
+        None: it cannot run these experts, and the plan's notes say why.
+        """
+        nothing = dict.fromkeys(ROW_CLASSES, "loop")
         try:
             from ....kernels.triton.expert_ffn import TritonKernel, shapes_for
         except ImportError:
-            return found, ["triton is not installed: experts run one after another"]
+            return None, KernelPlan(nothing, notes=("triton is not installed: experts run one after another",))
         from ..cuda.tables import ring_of
 
-        ring, notes = ring_of(operands.gate_up.device), []
-        if not ring.mapped:
-            notes.append("kernels cannot read host memory: tables of experts are copied")
-        if self._setting in ("auto", "triton") and activation is not None and TritonKernel.supports(
-            operands, activation
-        ):  # fmt: skip
-            for name, shapes in shapes_for(operands.gate_up.dtype).items():
-                for shape in shapes:
-                    kernel = TritonKernel(operands, activation, loop, ring, {name: shape})
-                    found[name][f"triton {shape}"] = kernel
-        if self._setting in ("auto", "grouped"):
-            from ....kernels.expert_ffn import GroupedMmKernel
-
-            if GroupedMmKernel.supports(operands):
-                grouped = GroupedMmKernel(operands, block.gate, loop, ring)
-                for some in found.values():
-                    some["grouped"] = grouped
-        return found, notes
+        operands = self._operands
+        if activation is None or not TritonKernel.supports(operands, activation):
+            return None, known or KernelPlan(nothing, notes=("Triton has no kernel for these experts",))
+        ring = ring_of(operands.gate_up.device)
+        named = {name: {f"triton {s}": s for s in some} for name, some in shapes_for(operands.gate_up.dtype).items()}
+        if known is None:
+            found = {
+                name: {label: TritonKernel(operands, activation, loop, ring, {name: s}) for label, s in some.items()}
+                for name, some in named.items()
+            }
+            notes = [] if ring.mapped else ["kernels cannot read host memory: tables of experts are copied"]
+            known = self._choose(found, loop, notes)
+        if known.chosen == nothing:
+            return None, known
+        shapes = {name: named[name][label] for name, label in known.chosen.items()}
+        return TritonKernel(operands, activation, loop, ring, shapes), known
 
     def _choose(self, candidates: Candidates, loop: TorchKernel, notes: list[str]) -> KernelPlan:
-        """Try, measure and choose for each class. Raises ConfigError where no candidate works."""
+        """Try and measure the shapes of each class; the loop for all where none of a class works."""
         chosen: dict[RowClass, str] = {}
         times: list[KernelTime] = []
         for name in ROW_CLASSES:
             rows, experts = _TRIALS[name]
             working = {}
             for label, kernel in candidates[name].items():
-                problem = None if kernel is loop else self._tried(kernel, loop, rows)
-                if problem is None:
+                if (problem := self._tried(kernel, loop, rows)) is None:
                     working[label] = kernel
                 else:
                     notes.append(f"{label} is not used for {name} rows: {problem}")
             if not working:
-                raise ConfigError(
-                    f"expert_kernel '{self._setting}' cannot run these experts"
-                    + "".join(f"; {note}" for note in notes),
-                    "use expert_kernel auto",
-                )
+                return KernelPlan(dict.fromkeys(ROW_CLASSES, "loop"), tuple(times), tuple(notes))
             measured = expert_kernel_times(self._pool, working, [rows], experts) if len(working) > 1 else []
             times += measured
-            chosen[name] = fastest(measured) if measured else next(iter(working))
+            chosen[name] = min(measured, key=lambda time: time.us).kernel if measured else next(iter(working))
         return KernelPlan(chosen, tuple(times), tuple(notes))
 
     def _tried(self, kernel: ExpertKernel, loop: TorchKernel, rows: int) -> str | None:
@@ -341,34 +337,6 @@ class Kernels:
             return problem_of(kernel, loop, self._pool, rows)
         except Exception as error:  # whatever a compiler, a driver or torch says against it
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-    def _join(
-        self, chosen: Mapping[RowClass, str], candidates: Candidates, loop: TorchKernel, activation: str | None
-    ) -> ExpertKernel:
-        """One kernel of the chosen ones; Triton computes the sums where it is a candidate."""
-        kernels = {name: candidates[name][label] for name, label in chosen.items()}
-        shapes = {name: kernel.shapes[name] for name, kernel in kernels.items() if hasattr(kernel, "shapes")}
-        if not shapes:
-            first = kernels["decode"]
-            return first if all(kernel is first for kernel in kernels.values()) else ByRows(kernels, loop)
-        from ....kernels.triton.expert_ffn import TritonKernel
-
-        assert activation is not None  # Triton is a candidate
-        tables = next(kernel.tables for kernel in kernels.values() if hasattr(kernel, "tables"))
-        joined = TritonKernel(self._operands, activation, loop, tables, shapes)
-        if len(shapes) == len(kernels):
-            return joined
-        return ByRows({name: joined if name in shapes else kernel for name, kernel in kernels.items()}, joined)
-
-
-def fastest(times: Sequence[KernelTime]) -> str:
-    """The fastest Triton shape, unless another kernel takes less than `_MARGIN` of its time."""
-    ours = [time for time in times if time.kernel.startswith("triton ")]
-    best = min(times, key=lambda time: time.us)
-    if not ours:
-        return best.kernel
-    mine = min(ours, key=lambda time: time.us)
-    return best.kernel if best.us < _MARGIN * mine.us else mine.kernel
 
 
 class SteppedKernel:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core import _core
-from ...policies.auto import Auto, Costs, Faster, Followed, Owners, Part, forward_seconds
+from ...policies.auto import Auto, Costs, Faster, Followed, Owners, Part, Without, forward_seconds
 from ...policies.auto import LayerPlan as Choice
 from ...policies.context_ndp import PlacementOptions
 from ...policies.foreign import is_ours
@@ -361,11 +361,11 @@ def _gpus(shards: Shards, keys: Sequence[int]) -> tuple[list[str | None], list[i
 
 def make_auto(
     options: PlacementOptions, cache: ExpertCache, experts: int, top_k: int, shards: Shards | None,
-    pool: NdpPool | None, probe: Callable[[], Costs], score: Score | None,
+    pool: NdpPool | None, probe: Callable[[], Costs], score: Score | None, without: Without = Without.NOTHING,
 ) -> AutoPlacer:  # fmt: skip
     """The placer of a planned placement: with the native planner of `auto`, or with the rule that its kind names.
 
-    probe: the start costs, on an empty cache. score: for `PlacementOptions.scored`.
+    probe: the start costs, on an empty cache. score: for `PlacementOptions.scored`. without: of `Auto`.
     """
     layers = len(cache.stats.layers)
     rule: HybridRule | None = make_policy("placement", options, PolicyContext(layers, experts, top_k))
@@ -373,7 +373,7 @@ def make_auto(
     def make(costs: Costs, workers: int, slots: int, states: NDArray[np.uint8]) -> Planner:
         if rule is not None:
             return rule.start(costs, workers, states)
-        return Auto(layers, experts, top_k, slots, costs, workers, states)
+        return Auto(layers, experts, top_k, slots, costs, workers, states, without)
 
     reader = rule if isinstance(rule, HybriMoe) else None
     placer = AutoPlacer(cache, experts, shards, pool, probe, make, score, reader)

@@ -27,7 +27,7 @@ from ....proto.channel import Channel, Pending
 from ....proto.messages import Context, HealthReport, HealthRequest, PrefetchCommand
 from ....proto.peers import PeerLink, ReconnectingChannel
 from ...policies.eviction import EvictionPolicy
-from ...policies.fmoe import BlendPrefetch, ExpertMapEviction, MapOptions
+from ...policies.fmoe import ExpertMapEviction, MapOptions
 from ...policies.prefetch import LayerSeen, NextGatePrefetch, PrefetchPolicy, Span, Wanted, WantedKeys, joined
 from ...settings import MatcherSettings
 from ...store.artifacts import MapShape
@@ -313,7 +313,7 @@ def sequence_means(values: NDArray[np.floating], starts: Sequence[int]) -> NDArr
     return (sums / np.diff(starts)[:, None]).astype(np.float32)
 
 
-Relay = Callable[[PrefetchCommand, bool], PrefetchCommand]
+Relay = Callable[[PrefetchCommand], PrefetchCommand]
 
 
 class MatcherPrefetch(PrefetchPolicy):
@@ -330,11 +330,11 @@ class MatcherPrefetch(PrefetchPolicy):
         fallback: used while the matcher has a problem.
         eviction: gets the probabilities of a command's experts.
         iteration: gives the number of the forward that begins, as other shards count; None: counted here.
-        blend: joins the commands with next-gate; None: commands alone.
         relay: `Shards.relay`; None: one GPU.
     """
 
     name: ClassVar[str] = "expert-map"
+    needs_ids = False
     needs_probabilities: ClassVar[bool] = True
     needs_embeddings: ClassVar[bool] = True
     needs_lookahead: ClassVar[bool] = True
@@ -346,12 +346,10 @@ class MatcherPrefetch(PrefetchPolicy):
         fallback: NextGatePrefetch,
         eviction: EvictionPolicy,
         iteration: Callable[[], int] | None = None,
-        blend: BlendPrefetch | None = None,
         relay: Relay | None = None,
     ) -> None:
         self._link, self._experts, self._eviction = link, experts, eviction
-        self._fallback, self._blend, self._relay = fallback, blend, relay
-        self.needs_ids = blend is not None
+        self._fallback, self._relay = fallback, relay
         self._next_iteration = iteration if iteration is not None else count(1).__next__
         self._iteration = 0
         self._numbers: dict[str, int] = {}
@@ -361,8 +359,6 @@ class MatcherPrefetch(PrefetchPolicy):
 
     @property
     def looks_ahead(self) -> int:
-        if self._blend is not None:
-            return self._blend.distance
         return self._fallback.looks_ahead if self._link.problem is not None else 0
 
     def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
@@ -374,8 +370,6 @@ class MatcherPrefetch(PrefetchPolicy):
         else:
             embeddings = np.stack([span.embedding for span in spans if span.embedding is not None])
         self._link.begin(self._iteration, self._sequences, embeddings)
-        if self._blend is not None:
-            self._blend.begin_forward(spans)
         return []
 
     def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
@@ -387,10 +381,8 @@ class MatcherPrefetch(PrefetchPolicy):
         means = sequence_means(seen.probabilities[: self._starts[-1]], self._starts)
         link.observe(self._iteration, seen.layer, self._sequences, means)
         found = [self._wanted(command) for command in commands]
-        if self._blend is None and link.source == "expert-map":
+        if link.source == "expert-map":
             return joined(found) if found else []
-        if self._blend is not None:
-            return self._blend.merged(seen, [want for wanted in found for want in wanted])
         link.fell_back()
         instead = self._fallback.observed(seen)
         assert isinstance(instead, WantedKeys)
@@ -402,7 +394,7 @@ class MatcherPrefetch(PrefetchPolicy):
     def _wanted(self, command: PrefetchCommand) -> WantedKeys:
         tell_eviction(self._eviction, command, self._experts)
         if self._relay is not None:
-            command = self._relay(command, self._blend is None)
+            command = self._relay(command)
         keys, priorities = wanted_keys(command)
         return WantedKeys([keys], priorities)
 

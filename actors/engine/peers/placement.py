@@ -28,7 +28,7 @@ from ...policies.context_ndp import (
     prefix_split,
     static_hot,
 )
-from ...policies.cost import FULL_BITS, NdpProfile, SplitCosts, Work, split_costs
+from ...policies.cost import FULL_BITS, NdpDevice, SplitCosts, Work, split_costs
 from ...policies.plan import Remote, Where
 from ...policies.residency import State
 from ...policies.routing import SequenceRows
@@ -467,20 +467,20 @@ def _monde_choice(
 
     NDP workers share a layer's experts: an expert's NDP time is divided by the number of workers.
     """
-    profile = settings.ndp.profile
+    device = settings.ndp.device
     first_s, further_s = expert_seconds(kernel, cache.pool)
     emulated = cache.stats.executor == "emulated"
-    load = link_seconds(settings.link, cache.residency.slot_bytes, emulated, profile.link_gbps)
+    load = link_seconds(settings.link, cache.residency.slot_bytes, emulated, device.link_gbps)
     row_bytes = 4 * shape.hidden  # float32 over the channel
     published = getattr(cache.pool, "published", None)
     bits = FULL_BITS if published is None else min(FULL_BITS, published.bits)
     return monde_choice(
-        profile, shape.hidden, shape.intermediate, lambda rows: first_s + (rows - 1) * further_s, load, row_bytes, bits
+        device, shape.hidden, shape.intermediate, lambda rows: first_s + (rows - 1) * further_s, load, row_bytes, bits
     )
 
 
 def monde_choice(
-    profile: NdpProfile, hidden: int, intermediate: int, gpu_s: Callable[[int], float], one_load_s: float,
+    device: NdpDevice, hidden: int, intermediate: int, gpu_s: Callable[[int], float], one_load_s: float,
     row_bytes: int, bits: int,
 ) -> Callable[[Sequence[int], Sequence[bool], int], list[bool]]:  # fmt: skip
     """MoNDE's rule for experts of one shape. gpu_s: seconds of an expert on the GPU, by rows. bits: near data."""
@@ -488,7 +488,7 @@ def monde_choice(
     @functools.cache
     def priced(rows: int) -> SplitCosts:
         work = Work(hidden, intermediate, rows, bits)
-        return split_costs(profile, [work], [gpu_s(rows)], one_load_s, row_bytes)
+        return split_costs(device, [work], [gpu_s(rows)], one_load_s, row_bytes)
 
     def choose(rows: Sequence[int], resident: Sequence[bool], workers: int) -> list[bool]:
         each = [priced(n) for n in rows]

@@ -183,18 +183,15 @@ class Shards:
             if peer.post(PrefetchCommand(self._iteration, layer, np.array(wanted, np.int32), priorities)):
                 peer.asked.update(wanted)
 
-    def relay(self, command: PrefetchCommand, load: bool) -> PrefetchCommand:
-        """Post a matcher's command to the owners of its experts; returns the lead's part.
-
-        load: False: the owners get the probabilities only and load nothing; the whole command is returned.
-        """
+    def relay(self, command: PrefetchCommand) -> PrefetchCommand:
+        """Post a matcher's command to the owners of its experts; returns the lead's part."""
         owners = [self.peer_of(key) for key in command.keys.tolist()]
-        hint = np.arange(len(owners)) >= (len(owners) - command.hints if load else 0)
+        hint = np.arange(len(owners)) >= len(owners) - command.hints
         for name, peer in self.peers.items():
             chosen = np.array([owner is not None and owner[0] == name for owner in owners], np.bool_)
             if chosen.any() and peer.post(_part(command, chosen, hint)):
                 peer.asked.update(command.keys[chosen & ~hint].tolist())
-        return _part(command, np.array([owner is None for owner in owners], np.bool_), hint) if load else command
+        return _part(command, np.array([owner is None for owner in owners], np.bool_), hint)
 
     def place(self, keys: Sequence[int], *, keep_others: bool) -> Callable[[], bool]:
         """Make these the hot experts of the shards, which load them; a lost shard gets them on its next connection.

@@ -72,7 +72,7 @@ class ContinuousBatcher:
     Args:
         model: a transformers model on its device.
         kv: size of the cache and of a batch.
-        watcher: told before each forward pass whose rows it carries.
+        watcher: gets the sequences of each forward pass before it runs.
         attention: the implementation on the paged cache.
         tokenizer: the text of tokenizer.json, for grammars.
         memory: that the paged cache shares with experts; None: it has its own.

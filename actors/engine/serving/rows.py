@@ -142,7 +142,7 @@ class RowBatcher:
         model: a transformers model on its device.
         kv: its tokens bound all rows together, each counted as long as the longest; `batching: serial` is one row.
         because: why the cache is not paged, for the plan's notes.
-        watcher: told before each forward pass whose rows it carries.
+        watcher: gets the sequences of each forward pass before it runs.
         tokenizer: the text of tokenizer.json, for grammars.
 
     Attributes:
@@ -192,7 +192,7 @@ class RowBatcher:
             raise
 
     def _probe(self) -> None:
-        """Short requests, side by side where they may be: nobody is told that a model serves before a token came."""
+        """Run short requests, side by side where they may be; the model serves only after they gave tokens."""
         error = probed(self, [(0, 0, 0, 0, 0)] if self.max_requests > 1 else [])
         cause, self._error, self._probing = self._error, None, False  # later ones would hold what their frames hold
         if isinstance(cause, TierMoeError):

@@ -122,7 +122,7 @@ class Steps:
 
     Args:
         model: a causal language model.
-        watcher: told before each forward whose rows it carries.
+        watcher: gets the sequences of each forward before it runs.
         scorer: reads the log-probabilities of prompts.
         gpu: of the model; None: it runs on the host.
 

@@ -229,11 +229,6 @@ class BuddyTable:
     q: NDArray[np.float32]
     sizes: NDArray[np.int32]
 
-    def buddies(self, layer: int, expert: int) -> list[int]:
-        """B(i; alpha), best first."""
-        found: list[int] = self.ids[layer, expert, : self.sizes[layer, expert]].tolist()
-        return found
-
 
 def buddy_table(q: Floats, alphas: Sequence[float], most: int) -> BuddyTable:
     """The lists of all layers (eq. 6).
@@ -283,13 +278,6 @@ class Outputs:
         own = np.diagonal(self.norms, axis1=1, axis2=2)[:, :, None]
         distance = np.maximum(own - 2 * self.dots + self.norms, 0.0)
         return np.divide(distance, own, out=np.ones_like(distance), where=own > 0)
-
-    def scale(self) -> Floats:
-        """The factor on j with the least error, max(0, <f_i, f_j> / |f_j|^2) [L, E, E]; that error is 1 - cosine^2 of
-        i's.
-        """
-        found: Floats = np.divide(self.dots, self.norms, out=np.zeros_like(self.dots), where=self.norms > 0)
-        return np.maximum(found, 0.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
     ExpertMapPrefetch   the method: forecasts from the maps that `_core.MapSearch` finds
     ExpertMapPolicy     the method as a prefetch policy that searches during the forward
     ExpertMapEviction   eviction by 1 / (probability x frequency)
-    BlendPrefetch       maps combined with the next layers' routers (ours)
 
 `maps` has the store and the sketch of embeddings.
 """
@@ -21,7 +20,7 @@ from pydantic import Field, model_validator
 from ....kernels.importance import expect_map
 from ...core import _core
 from ..eviction import CacheOrder, EvictionPolicy, Lfu, LfuDecay, NativeOrder, decay_growth
-from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys, predicted_experts
+from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys
 from ..registry import PolicyContext, Preset, register
 from .maps import WIDTH, ExpertMapStore, Sketch
 
@@ -313,98 +312,3 @@ class ExpertMapPolicy(PrefetchPolicy):
         keys, priorities = forecast.keys[:n].tolist(), forecast.priorities[:n].tolist()
         return WantedKeys([keys], priorities)
 
-
-MAP, GATE = "expert-map", "next-gate"
-_BOTH = "both"
-
-
-@register("prefetch", "blend")
-class BlendPrefetch:
-    """Combines several sources by their measured precision per layer and distance. Ours.
-
-    State: per source, layer and distance the prefetches made and those that were right, both decayed by `fade` per
-    forward; the newest maps' prefetches for the layers ahead; all open prefetches of the forward.
-
-    Rule: the precision of a source at a layer and distance is (right + 1) / (made + 2). An expert of a later layer has
-    probability 1 - prod(1 - precision) over the sources that name it; the most probable are prefetched, as many as the
-    more precise source names, with priority probability / distance. A map's distance counts from its arrival. Cost:
-    `distance` router runs per layer.
-
-    Args:
-        layers, experts: L and E. top: the router's top-k. distance: layers ahead. fade: decay, in (0, 1].
-    """
-
-    Options = MapOptions
-
-    @classmethod
-    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
-        """Raises ValueError: it needs a matcher process, which this executor lacks."""
-        raise ValueError("prefetch blend needs a matcher process, which this executor has not")
-
-    def __init__(self, layers: int, experts: int, top: int, distance: int, fade: float = 0.98) -> None:
-        self._layers, self._experts, self._top, self._fade = layers, experts, top, fade
-        self.distance = distance
-        self._right: dict[tuple[str, int, int], float] = {}
-        self._guessed: dict[tuple[str, int, int], float] = {}
-        self._mapped: dict[int, tuple[int, list[int]]] = {}  # layer -> distance and keys of the newest map's guess
-        self._open: dict[tuple[str, int, int], set[int]] = {}
-
-    def begin_forward(self, spans: Sequence[Span]) -> list[Wanted]:
-        """Drop the prefetches of an ended or aborted forward."""
-        self._mapped, self._open = {}, {}
-        return []
-
-    def precision(self, source: str, layer: int, distance: int) -> float:
-        """Share of a source's prefetches for `layer`, made `distance` before it, that were right; 0.5 while unknown."""
-        place = (source, layer, distance)
-        return (self._right.get(place, 0.0) + 1.0) / (self._guessed.get(place, 0.0) + 2.0)
-
-    def merged(self, seen: LayerSeen, mapped: Sequence[Wanted]) -> list[Wanted]:
-        """Score the prefetches for this layer, add newly arrived ones of maps (most wanted first), and combine."""
-        self._judge(seen)
-        arrived: dict[int, list[int]] = {}
-        for want in mapped:
-            arrived.setdefault(want.key // self._experts, []).append(want.key)
-        for layer, keys in arrived.items():
-            if layer > seen.layer:
-                self._mapped[layer] = (layer - seen.layer, keys)
-                self._open[MAP, layer, layer - seen.layer] = set(keys)
-        wanted: list[Wanted] = []
-        for layer in range(seen.layer + 1, min(seen.layer + 1 + self.distance, self._layers)):
-            wanted += self._of_layer(seen, layer)
-        return sorted(wanted, key=lambda want: (-want.priority, want.key))
-
-    def _of_layer(self, seen: LayerSeen, layer: int) -> list[Wanted]:
-        ahead, base = layer - seen.layer, layer * self._experts
-        guesses: list[tuple[str, float, list[int]]] = []
-        scores = seen.lookahead(ahead)
-        if scores is not None:
-            keys = [base + e for e in predicted_experts(scores, self._top)]
-            self._open[GATE, layer, ahead] = set(keys)
-            guesses.append((GATE, self.precision(GATE, layer, ahead), keys))
-        if layer in self._mapped:
-            at, keys = self._mapped[layer]
-            guesses.append((MAP, self.precision(MAP, layer, at), keys))
-        if not guesses:
-            return []
-        missed: dict[int, float] = {}
-        sources: dict[int, str] = {}
-        for source, precision, keys in guesses:
-            for key in keys:
-                missed[key] = missed.get(key, 1.0) * (1.0 - precision)
-                sources[key] = _BOTH if key in sources else source
-        most = len(max(guesses, key=lambda guess: guess[1])[2])
-        best = sorted(missed, key=lambda key: missed[key])[:most]  # stable: a source's own order decides among equals
-        return [Wanted(key, (1.0 - missed[key]) / ahead, sources[key]) for key in best]
-
-    def _judge(self, seen: LayerSeen) -> None:
-        done = [place for place in self._open if place[1] == seen.layer]
-        if not done:
-            return
-        base = seen.layer * self._experts
-        picked = {base + e for e in np.unique(seen.ids).tolist()}
-        for place in done:
-            keys = self._open.pop(place)
-            self._right[place] = self._fade * self._right.get(place, 0.0) + len(keys & picked)
-            self._guessed[place] = self._fade * self._guessed.get(place, 0.0) + len(keys)
-        self._mapped.pop(seen.layer, None)

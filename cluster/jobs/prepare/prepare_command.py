@@ -51,9 +51,6 @@ class Additions:
         int | None, Opt(help=f"Most tokens of that text; default: {CALIBRATION_TOKENS}.")
     ] = None
     group_size: Annotated[int | None, Opt(help="Inputs that share one scale: 32, 64 or 128; default: 64.")] = None
-    act_order: Annotated[
-        bool, Opt("--act-order", help="Let GPTQ quantize the inputs with the largest activations first.")
-    ] = False
     predictors: Annotated[
         Path | None,
         Opt(help="Add predictors of later layers' experts, trained on this text or trace.", metavar="TEXT|TRACE"),
@@ -118,20 +115,20 @@ class Additions:
 
     def _replicas(self) -> ReplicaOptions | None:
         """Raises ConfigError: unknown width or group, or options without the one that they belong to."""
-        of_gptq = {"--act-order": self.act_order, "--calibration-tokens": self.calibration_tokens is not None}
         given = {
             "--group-size": self.group_size is not None, "--calibrated (or --calibration)": self._is_calibrated,
-            **of_gptq,
+            "--calibration-tokens": self.calibration_tokens is not None,
         }  # fmt: skip
         for name, is_given in given.items():
             if is_given and self.bits is None:
                 raise ConfigError(f"{name} is given without --bits", "add --bits 1,2,3,4, or leave it out")
-            if is_given and name in of_gptq and not self._is_calibrated:
-                raise ConfigError(f"{name} is given without --calibrated", "add --calibrated, or leave it out")
+        if self.calibration_tokens is not None and not self._is_calibrated:
+            what = "--calibration-tokens is given without --calibrated"
+            raise ConfigError(what, "add --calibrated, or leave it out")
         if self.bits is None:
             return None
         return ReplicaOptions(
-            parse_bits(self.bits), 64 if self.group_size is None else self.group_size, self.act_order,
+            parse_bits(self.bits), 64 if self.group_size is None else self.group_size,
             CALIBRATION_TOKENS if self.calibration_tokens is None else self.calibration_tokens,
         )  # fmt: skip
 

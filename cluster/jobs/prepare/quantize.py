@@ -157,7 +157,7 @@ def load_chunk(
     )
 
 
-def quantize_chunk(chunk: _Chunk, bits: int, group: int, act_order: bool, activation: str) -> WidthResult:
+def quantize_chunk(chunk: _Chunk, bits: int, group: int, activation: str) -> WidthResult:
     """All experts of a chunk at one width, with their losses. Raises ValueError: a weight or input is not finite."""
     full = chunk.full
     nearest = QuantizedExperts(round_to_nearest(full.gate_up, bits, group), round_to_nearest(full.down, bits, group))
@@ -167,13 +167,11 @@ def quantize_chunk(chunk: _Chunk, bits: int, group: int, act_order: bool, activa
         return WidthResult(bits, nearest, rtn_losses, rtn_losses, few)
     counts = torch.tensor([len(x) for x in chunk.rows])
     hidden, size = full.down.shape[1:]
-    gate_up = gptq(
-        full.gate_up, chunk.hessians, bits, group, act_order=act_order, damping=damping_for(counts, hidden)
-    )
+    gate_up = gptq(full.gate_up, chunk.hessians, bits, group, damping=damping_for(counts, hidden))
     seen = [_activate(x, w, activation) for x, w in zip(chunk.rows, gate_up.dequantized(), strict=True)]
     hessians = torch.stack([_gram(a) for a in seen])
     damping = damping_for(counts, size)
-    down = gptq(_corrected(chunk, seen, hessians, damping), hessians, bits, group, act_order=act_order, damping=damping)
+    down = gptq(_corrected(chunk, seen, hessians, damping), hessians, bits, group, damping=damping)
     fitted = QuantizedExperts(gate_up.replaced(chunk.few, nearest.gate_up), down.replaced(chunk.few, nearest.down))
     losses = output_losses(fitted.dequantized(), chunk.tested, chunk.outputs, activation)
     return WidthResult(bits, fitted, losses, rtn_losses, few)
@@ -234,13 +232,12 @@ def widths_of(
     activation: str,
     widths: tuple[int, ...],
     group: int,
-    act_order: bool,
 ) -> Iterator[WidthResult]:
     """Every chunk of a layer's experts, in order, at every width."""
     for experts in chunks(gate_up.shape[0], gate_up.shape[3], gate_up.shape[1]):
         chunk = load_chunk(gate_up, down, inputs, experts, activation)
         for bits in widths:
-            yield quantize_chunk(chunk, bits, group, act_order, activation)
+            yield quantize_chunk(chunk, bits, group, activation)
 
 
 @dataclass(frozen=True)
@@ -301,8 +298,7 @@ class Calibrated(ReplicaJob):
         gate_up, down = host_weights([arrays])[0].tensors[:2]
         made: dict[int, QuantizedLayer] = {bits: QuantizedLayer() for bits in widths}
         activation, inputs = self.activations[layer], open_inputs(folder, layer)
-        group, act_order = self.options.group, self.options.act_order
-        results = widths_of(gate_up, down, inputs, activation, tuple(widths), group, act_order)
+        results = widths_of(gate_up, down, inputs, activation, tuple(widths), self.options.group)
         each = self._costs()[1] / len(self.widths)
         for result in results:
             experts = result.packed()  # now: unpacked codes take a byte each

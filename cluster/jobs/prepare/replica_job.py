@@ -125,7 +125,7 @@ class ReplicaJob(ABC):
         """Quantize and publish. Raises StoreError: as `add_replicas`."""
         opened, folder = ExpertStore(self.store, verify="stamp"), beside(self.store, REPLICA_WORK)
         layers = range(len(opened.mapped))
-        options = [self.method, self.options.group, self.options.act_order]
+        options = [self.method, self.options.group]
         inputs = {
             MANIFEST_NAME: store_digest(self.store),
             "options": hashlib.sha256(json.dumps(options).encode()).hexdigest(),
@@ -227,7 +227,7 @@ class ReplicaJob(ABC):
             group=cast(Group, self.options.group),
             widths=cast(tuple[Width, ...], tables.widths),
             method=self.method,
-            act_order=self.options.act_order,
+            act_order=False,
             calibration=self.calibration,
             files=tuple(sorted((*staying, *files), key=lambda file: (file.bits, file.layer))),
             losses=losses,

@@ -19,7 +19,6 @@ class ReplicaOptions:
     Attributes:
         bits: widths, ascending.
         group: inputs that share a scale.
-        act_order: GPTQ's.
         tokens: of the calibration text, at most.
 
     Raises:
@@ -28,7 +27,6 @@ class ReplicaOptions:
 
     bits: tuple[int, ...]
     group: int = 64
-    act_order: bool = False
     tokens: int = CALIBRATION_TOKENS
 
     def __post_init__(self) -> None:

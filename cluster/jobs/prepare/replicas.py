@@ -98,7 +98,7 @@ def ensure_replicas(
             )
     if present is not None:
         tokens = present.calibration.tokens if present.calibration is not None else CALIBRATION_TOKENS
-        options = ReplicaOptions(tuple({*options.bits, *present.widths}), group, present.act_order, tokens)
+        options = ReplicaOptions(tuple({*options.bits, *present.widths}), group, tokens)
     return add_replicas(store, model_dir, options, text, progress=progress)
 
 
@@ -214,8 +214,8 @@ def _present(
         return None
     if view is None:
         return None
-    old, new = view.manifest, (calibration, options.group, options.act_order)
-    if (old.calibration, old.group, old.act_order) == new:
+    old = view.manifest
+    if (old.calibration, old.group, old.act_order) == (calibration, options.group, False):
         return old
     what = "method, calibration, group size or activation order"
     console.print(f"the store's replicas are of another {what}: replacing them")

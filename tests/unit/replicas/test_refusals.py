@@ -57,12 +57,12 @@ def run(*args: object) -> Any:
 
 
 def test_the_command(checkpoint: Path, calibration: Path, tmp_path: Path) -> None:
-    options = ("--calibration", calibration, "--group-size", 128, "--act-order")
+    options = ("--calibration", calibration, "--group-size", 128)
     result = run(checkpoint, tmp_path / "s", "--bits", "1", *options)
     assert result.exit_code == 0, result.output
     view = describe_replicas(tmp_path / "s")
     assert view is not None
-    assert (view.widths, view.manifest.group, view.manifest.act_order) == ((1,), 128, True)
+    assert (view.widths, view.manifest.group) == ((1,), 128)
     result = run(tmp_path / "s", "--bits", "1,2", *options)
     assert result.exit_code == 0, result.output
     assert describe_replicas(tmp_path / "s").widths == (1, 2)  # type: ignore[union-attr]
@@ -76,13 +76,11 @@ def test_the_command(checkpoint: Path, calibration: Path, tmp_path: Path) -> Non
         (("--bits", "1,x"), "not a list of widths"),
         (("--bits", "4", "--group-size", "48"), "group size 48"),
         (("--bits", "4", "--calibrated"), "ships no calibration text"),
-        (("--bits", "4", "--act-order"), "without --calibrated"),
         (("--bits", "4", "--calibration-tokens", "4096"), "without --calibrated"),
         (("--bits", "4", "--calibration", "text.txt", "--calibration-tokens", "9"), "at least 64"),
         (("--calibrated",), "without --bits"),
         (("--bits", "4", "--calibration", "nowhere.txt"), "nowhere.txt"),
         (("--group-size", "64"), "without --bits"),
-        (("--act-order",), "without --bits"),
         (("--calibration", "text.txt"), "without --bits"),
     ],
 )

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from packed_reference import unpack_expert
 from rich.console import Console
 from tiny_models import TEXT, contents
 
@@ -27,7 +28,7 @@ from tiermoe.cluster.jobs.prepare.quantize import Matrices
 from tiermoe.cluster.jobs.prepare.replica_options import ReplicaOptions
 from tiermoe.cluster.jobs.prepare.replicas import add_replicas
 from tiermoe.errors import StoreError
-from tiermoe.kernels.pack import PackedShape, unpack_expert
+from tiermoe.kernels.pack import PackedShape
 from tiermoe.proto.peers import LocalDirectory, PeerLink, StoreLink
 
 

@@ -49,7 +49,7 @@ def test_nothing_is_done_where_all_is_there(
     assert ensure_replicas(store, checkpoint, (2, 4), 32, progress=False) == store
 
 
-@pytest.mark.parametrize("change", ["group", "act_order", "text"])
+@pytest.mark.parametrize("change", ["group", "text"])
 def test_other_options_replace_the_set(
     store: Path, checkpoint: Path, calibration: Path, tmp_path: Path, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,14 +57,14 @@ def test_other_options_replace_the_set(
     if change == "text":
         text = tmp_path / "other.jsonl"
         text.write_text(json.dumps({"text": TEXT[::-1]}))
-    options = ReplicaOptions((2,), 64 if change == "group" else 32, change == "act_order")
+    options = ReplicaOptions((2,), 64 if change == "group" else 32)
     before = contents(store)
     add_replicas(store, checkpoint, options, text)
     assert "replacing" in capsys.readouterr().err
     view = describe_replicas(store)
     assert view is not None
     assert view.widths == (2,)
-    assert (view.manifest.group, view.manifest.act_order) == (options.group, options.act_order)
+    assert view.manifest.group == options.group
     assert len(contents(store)) == 4
     assert contents(store) != before
 
