@@ -1,4 +1,4 @@
-"""GGUF's blocks in torch, on any device: bytes [N, bytes of a block] -> float32 [N, weights], as package `gguf` has them.
+"""GGUF's blocks in torch, on any device: bytes [N, bytes of a block] -> float32 [N, weights], as `gguf` has them.
 
 A weight is a code of few bits times a scale, in some types less a minimum. The IQ types find eight or four weights at a
 time in a grid, which is the package's, and have a sign for each, or an eighth for each eight of them.
