@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 LONGEST = 32  # tokens of a match that are counted
-_MARGIN = 1.03  # tokens a second with drafts over those without, at least
+_MARGIN = 1.1  # tokens a second with drafts over those without, at least
 _SHARE = 0.01  # of the seconds of steps without drafts: what wrong predictions may cost
 _FIRST, _MOST_SAVED = 2.0, 16.0  # of the account, in steps without drafts: at the start, and at most
 _KNOWN = 4  # steps without drafts before the first with some
@@ -134,7 +134,7 @@ class DraftPricing:
     `match` tokens is right in each token with the odds p of its class (powers of two of `match`), which accepted tokens
     teach. Expected tokens are n + sum over requests of p + p^2 + .. + p^k. As t depends on R alone, the best k of all
     requests are a prefix of all p^j in falling order; all prefixes are compared with t(n) by the tokens a second, and
-    no drafts win unless the gain is 3%.
+    no drafts win unless the gain is 10%.
 
     Bound: the account has `saved` seconds of steps with drafts (predicted without drafts, less measured) and 1% of the
     seconds of steps without. Where it is empty, nothing is drafted: predictions that are wrong cost that share.
@@ -197,9 +197,9 @@ class DraftPricing:
 
     def odds(self, match: int) -> float:
         """That a drafted token is right whose proposal has this match, if those before it are."""
-        accepted, tried = self._odds.get(_class_of(match), (0.0, 0.0))
         size = _class_of(match)
-        before = 1.0 - 0.6 / size  # 0.4, 0.7, 0.8, 0.85, ..: worth four tokens
+        accepted, tried = self._odds.get(size, (0.0, 0.0))
+        before = 1.0 - 0.9 / size  # 0.1, 0.55, 0.7, 0.78, ..: worth four tokens
         return (accepted + 4.0 * before) / (tried + 4.0)
 
     def seconds(self, requests: int, rows: int) -> float:
