@@ -22,6 +22,7 @@ from ..errors import CheckpointError, ConfigError, NotServing, RuntimeFailure, S
 from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .combinations import check_combination
 from .engine.serving.streams import Outbox, Stream
+from .policies.drafts import DraftPricing
 from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .settings import Attention, EngineSettings, KvSettings
 from .store.artifacts import map_shape
@@ -175,7 +176,7 @@ class GpuWorker:
         )  # fmt: skip
         if recorded:
             self._engine.notes += _record(self._model, self._batcher)
-        self._engine.notes += self._dense.settle()
+        self._engine.notes += _draft(settings, self._engine, self._batcher) + self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             with self._engine.alone:
                 self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
@@ -427,6 +428,17 @@ def _record(model: Any, batcher: Any) -> list[str]:
     if not recorded.replays and recorded.problem is None:
         recorded.problem = "this version of transformers makes each step anew"
     return [] if recorded.problem is None else [f"decode steps are no CUDA graphs: {recorded.problem}"]
+
+
+def _draft(settings: EngineSettings, engine: Any, batcher: Any) -> list[str]:
+    """Verify drafts from now on, where the settings ask for it; notes for the plan."""
+    drafts, stepped = settings.drafts, settings.link.layer_us is not None
+    if drafts.kind == "off" or (drafts.kind == "auto" and (stepped or not settings.policy.lossless)):
+        return []
+    pricing = DraftPricing(drafts.tokens, engine.experts, engine.top_k)
+    because = batcher.draft(pricing, engine.decode_counts)
+    engine.stats().drafts = pricing.stats if because is None else None
+    return [] if because is None else [f"no tokens are drafted: {because}"]
 
 
 def _end_process(error: BaseException) -> None:

@@ -66,6 +66,7 @@ def describe(
         "low_bit": _low_bit(settings, engine),
         "ndp": _ndp(settings, engine),
         "planner": None if stats.planner is None else asdict(stats.planner),
+        "drafts": None if stats.drafts is None else settings.drafts.model_dump(),
         "shards": _shards(settings, engine),
         "matcher": _matcher(settings, engine),
         "batching": "continuous" if batcher.shares else "turns" if batcher.max_requests > 1 else "serial",

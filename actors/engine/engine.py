@@ -16,6 +16,7 @@ from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
 from ..combinations import check_combination
 from ..core import _core
+from ..policies.drafts import DecodeCounts
 from ..policies.foreign import METER
 from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
@@ -371,6 +372,17 @@ class ExpertEngine:
         self._stats.matcher = None if self.matcher is None else self.matcher.report()
         self._stats.policy_s = dict(METER.spent_s)
         return self._stats
+
+    def decode_counts(self) -> DecodeCounts:
+        """The counters by which drafts are priced; on the thread that runs forwards."""
+        stats, totals = self._stats, self.cache.core.totals
+        near = stats.decode_ndp_experts + stats.decode_shard_experts
+        missed = totals.decode_misses + near
+        waited_s = totals.decode_blocked_io_s
+        if near:  # prompts' waits for them are among these; no step that decodes has any
+            waited_s += sum(layer.ndp_wait_s + layer.shard_wait_s for layer in stats.layers)
+        copy_s = 0.0 if stats.planner is None else stats.planner.copy_s
+        return DecodeCounts(totals.decode_hits + missed, missed, waited_s, copy_s)
 
     def residency(self) -> list[LayerResidency]:
         """The residency of each layer now; from any thread."""

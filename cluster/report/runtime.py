@@ -43,6 +43,7 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
         *([("NDP worker", _ndp(plan["ndp"]))] if plan.get("ndp") else []),
         *([("misses", _misses(plan))] if plan.get("planner") else []),
         *([("matcher", _matcher(plan["matcher"]))] if plan.get("matcher") else []),
+        *([("drafts", _drafts(plan["drafts"]))] if plan.get("drafts") else []),
         ("link", _link(plan)),
         ("KV cache", f"{plan['kv_tokens']} tokens, {plan['batching']} batching; "
                      f"prompt and text up to {plan['max_prompt_tokens']} tokens"),
@@ -150,6 +151,10 @@ def _misses(plan: Mapping[str, Any]) -> str:
     if not plan["ndp"]:
         return f"all loaded, since no NDP worker computes: {seconds(planner['copy_s'])} an expert"
     return f"each loaded or computed near data, whichever ends the layer sooner: {planned_by(planner)} (measured)"
+
+
+def _drafts(drafts: Mapping[str, Any]) -> str:
+    return f"up to {count(drafts['tokens'], 'token')} from the request's own text, as many as pay"
 
 
 def _matcher(matcher: Mapping[str, Any]) -> str:

@@ -200,7 +200,23 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
         ("expert memory", f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
                           f"{total['slots']} slots for {total['experts']} experts"),
         *shared_rows(total),
+        *_draft_rows(total),
     ]  # fmt: skip
+
+
+def _draft_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of steps that verified drafted tokens; nothing if there were none."""
+    drafts = total.get("drafts")
+    if not drafts or not drafts["steps"]:
+        return []
+    each = f"{drafts['accepted'] / drafts['steps']:.1f} of {drafts['drafted'] / drafts['steps']:.1f}"
+    extra = drafts["extra_experts"] / drafts["steps"]
+    return [("drafts", f"{each} tokens accepted a step, in {drafts['steps']} steps; {extra:.0f} experts more a step; "
+                       f"{_saved(drafts['saved_s'])}")]  # fmt: skip
+
+
+def _saved(saved_s: float) -> str:
+    return f"{seconds(saved_s)} saved" if saved_s >= 0 else f"{seconds(-saved_s)} lost"
 
 
 def _hit_rate(total: Mapping[str, Any]) -> str:

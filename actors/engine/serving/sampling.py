@@ -225,16 +225,20 @@ class Pick:
         return token
 
 
-def pick_of(stream: Stream | None) -> Pick | None:
-    """How the next token of a stream is picked; None: by the argmax of the scores, as for one that has ended."""
+def pick_of(stream: Stream | None, accepted: Sequence[int] = ()) -> Pick | None:
+    """How the next token of a stream is picked; None: by the argmax of the scores, as for one that has ended.
+
+    accepted: tokens of this step before it.
+    """
     if stream is None:
         return None
-    params, processor, step = stream.request.sampling, stream.processor, len(stream.generated)
+    params, processor, step = stream.request.sampling, stream.processor, len(stream.generated) + len(accepted)
     if processor is None:
         if params.temperature == 0 and params.logprobs is None and step >= params.min_tokens:
             return None
         return Pick(params, stream.seed, step, stream.name)
-    return Pick(params, stream.seed, step, stream.name, lambda scores: processor(scores, stream.generated))
+    generated = [*stream.generated, *accepted] if accepted else stream.generated
+    return Pick(params, stream.seed, step, stream.name, lambda scores: processor(scores, generated))
 
 
 def refuse_unbounded(scores: torch.Tensor) -> None:
@@ -277,6 +281,48 @@ def next_tokens(
                     raise
                 failed(i, error)
     return tokens
+
+
+def verified_tokens(
+    logits: torch.Tensor, streams: Sequence[Stream | None], drafts: Sequence[Sequence[int]], eos: Sequence[int],
+    note: Note, failed: Callable[[int, BaseException], None],
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """The next token of each request behind the drafts that it accepts, and how many these are.
+
+    A draft is accepted if it is the token that the request's parameters pick there, so the tokens are those of a run
+    without drafts, also where they are sampled: a draw depends on the seed and on the token's number.
+
+    Args:
+        logits: [1, N, V]; of each request the row of its last token, and one for each of its drafts.
+        drafts: of each request; they may be none.
+        failed: called with a request that gets no token, and why; its place in the result means nothing.
+    """
+    best, scores = _argmax(logits, len(drafts) + sum(map(len, drafts)))
+    tokens, lengths, row = list[int](), list[int](), 0
+    for i, (stream, draft) in enumerate(zip(streams, drafts, strict=True)):
+        accepted, token = list[int](), 0
+        for place in range(len(draft) + 1):
+            pick, at = pick_of(stream, accepted), row + place
+            try:
+                if pick is not None:
+                    token = pick.token(logits[0, at].float(), eos, note)
+                elif math.isfinite(scores[at]):
+                    token = best[at]
+                else:
+                    raise _unbounded()
+            except BaseException as error:  # a grammar's library may panic, which is no `Exception`
+                if not accepted:
+                    failed(i, error)
+                else:  # the tokens before it came; the next step fails
+                    token = accepted.pop()
+                break
+            if place == len(draft) or token != draft[place] or (stream is not None and token in stream.stops):
+                break
+            accepted.append(token)
+        tokens.append(token)
+        lengths.append(len(accepted))
+        row += len(draft) + 1
+    return tokens, lengths
 
 
 def _argmax(logits: torch.Tensor, rows: int) -> tuple[list[int], list[float]]:
