@@ -148,6 +148,10 @@ def test_nvidia_smi_says_what_is_free(tmp_path: Path, monkeypatch: pytest.Monkey
     assert gpus_free_bytes({}) == (4096 * MIB - 512 * MIB, 8000 * MIB - 512 * MIB)
     assert gpus_free_bytes({"CUDA_VISIBLE_DEVICES": "1"}) == (8000 * MIB - 512 * MIB,)
     assert gpus_free_bytes({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    both, one = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, {"CUDA_VISIBLE_DEVICES": "1"}
+    assert gpus_free_bytes(both) == ()  # CUDA's GPU 0 may be nvidia-smi's GPU 1
+    assert len(gpus_free_bytes({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})) == 2
+    assert len(gpus_free_bytes(both | one)) == 1
     program.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
     assert gpus_free_bytes({}) == ()
     program.write_text("#!/bin/sh\necho '[N/A]'\n")
