@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError, NotServing, RuntimeFailure, StoreError, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
+from .budget import most_recordings
 from .combinations import check_combination
 from .engine.serving.streams import Outbox, Stream
 from .policies.drafts import DraftPricing
@@ -175,7 +176,7 @@ class GpuWorker:
             settings.attention,
         )  # fmt: skip
         if recorded:
-            self._engine.notes += _record(self._model, self._batcher)
+            self._engine.notes += _record(self._model, self._batcher, settings.kv)
         self._engine.notes += _draft(settings, self._engine, self._batcher) + self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             with self._engine.alone:
@@ -406,7 +407,7 @@ def _problem(refusal: StoreError | None) -> dict[str, str]:
     return {} if refusal is None else {"problem": refusal.what, "remedy": refusal.remedy}
 
 
-def _record(model: Any, batcher: Any) -> list[str]:
+def _record(model: Any, batcher: Any, kv: KvSettings) -> list[str]:
     """Replay decode steps as CUDA graphs from now on, and try one request; notes for the plan.
 
     Raises:
@@ -417,7 +418,7 @@ def _record(model: Any, batcher: Any) -> list[str]:
     if batcher.attention != "triton":
         because = batcher.unpaged_because or "its attention takes another kernel"
         return [f"decode steps are no CUDA graphs: {because}"]
-    recorded = Recorded(model)
+    recorded = Recorded(model, most_recordings(kv.max_num_seqs, kv.num_blocks * kv.page_size))
     batcher.record(recorded)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     for event in batcher.submit(GenerationRequest("record", (0, 0, 0), sampling, read_prefix_cache=False)):

@@ -319,6 +319,13 @@ class EngineOptions(Settings):
     )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward pass")
 
+    @property
+    def asks_for_graphs(self) -> bool:
+        """Whether a GPU's decode steps are to be CUDA graphs, as far as settings say."""
+        if self.compile == "graphs":
+            return True
+        return self.compile == "auto" and self.attention in ("auto", "triton") and self.kv.batching != "serial"
+
 
 class EngineSettings(EngineOptions):
     """The settings of a `GpuWorker` lead."""

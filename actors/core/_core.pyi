@@ -780,6 +780,11 @@ class Driver:
     @property
     def context(self) -> int: ...
 
+    def wait_for(self, event: int, spin_s: float) -> None:
+        """
+        Make the host wait: poll, and only after `spin_s` give up the interpreter's lock.
+        """
+
     @property
     def addresses(self) -> dict:
         """Of the calls, by the names that `__init__` takes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes
+from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes, graph_bytes
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
 from ...actors.slot_budget import least_bytes
@@ -69,9 +69,13 @@ def _terms(
     gpu, kv, cluster = wants_gpu(settings, nodes), settings.kv, config.cluster
     item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
+    of = _sizes(facts)
+    graphs = gpu and settings.asks_for_graphs
+    attention = "triton" if graphs else settings.attention
     terms = AutoBudget(
         dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
-        activations=activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, settings.attention),
+        activations=activation_bytes(of, rows, tokens, kv.max_num_seqs, item, attention),
+        graphs=graph_bytes(of, facts.layers, kv.max_num_seqs, tokens, item) if graphs else 0,
         slot=slot, least=least_bytes(settings.policy, sizes) or slot, most=slot * facts.layers * facts.experts,
         chunk=rows, tokens=tokens,
     )  # fmt: skip

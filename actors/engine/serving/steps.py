@@ -24,10 +24,11 @@ from ....errors import TierMoeError
 from ...policies.routing import SequenceRows
 from ..cuda.runtime import GpuRuntime
 from ..model.lengths import lengths_of
+from ..pinned_fetch import PinnedFetch
 from .drafts import Drafter, NoDrafts
 from .recorded import Recorded, Unrecorded
 from .repeat import Kept, Repeat
-from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows, verified_tokens
+from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows, to_host, verified_tokens
 from .streams import SequenceWatcher, Streams
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class Steps:
         gpu: GpuRuntime | None = None,
     ) -> None:  # fmt: skip
         self._gpu, self._stream, self._kept = gpu, None, Kept(gpu)
+        self._read = to_host if gpu is None else PinnedFetch(gpu)  # which waits with the interpreter's lock
         self._model, self._streams, self._watcher, self._scorer = model, streams, watcher, scorer
         self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
         self.lengths = lengths_of(model)
@@ -311,7 +313,7 @@ class Steps:
         if batch.drafts:
             asked = [self._streams.get(state.request_id) for state in batch.states]
             tokens, lengths = verified_tokens(
-                logits, asked, batch.drafts, self._streams.eos, self._streams.note, failed
+                logits, asked, batch.drafts, self._streams.eos, self._streams.note, failed, self._read
             )
             batch.rejected = [len(draft) - length for draft, length in zip(batch.drafts, lengths, strict=True)]
             batch.drafts = [draft[:length] for draft, length in zip(batch.drafts, lengths, strict=True)]
@@ -319,7 +321,8 @@ class Steps:
         picks = [] if batch.greedy else [pick_of(self._streams.get(state.request_id)) for state in batch.states]
         batch.greedy = batch.repeats and not any(picks)
         # transformers asks for a row of every request, also of one whose prompt goes on
-        return next_tokens(logits, len(batch.states), picks, self._streams.eos, self._streams.note, failed)
+        streams = self._streams
+        return next_tokens(logits, len(batch.states), picks, streams.eos, streams.note, failed, self._read)
 
     def _replayed(self, batch: Batch) -> torch.Tensor | None:
         """The logits of a recorded step; None: the model is to run."""
