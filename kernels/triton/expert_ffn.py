@@ -234,7 +234,56 @@ def _combine(y, weights, out, top_k, H, MOST: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(out + token * H + h, total.to(out.dtype.element_ty), mask=used)
 
 
-class TritonKernel:
+class LaunchedKernel:
+    """Experts on slots by two launches for each class of rows, from a table of tiles, and one that sums.
+
+    Args:
+        up, down: what the launches get of the slots, behind the pairs: tensors that never move.
+        classes: as `_launch.Experts` takes them: the most rows, rows of a tile, gate_up and down with their columns.
+        sizes: neurons of the pool and of a slot, H, items between rows of activations.
+        dtype: of rows. reference: runs calls in another. tables: brings the tables to the device; None: plain copies.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self, up: tuple[torch.Tensor, ...], down: tuple[torch.Tensor, ...],
+        classes: list[tuple[int, int, Launch, int, Launch, int]], sizes: tuple[int, int, int, int],
+        dtype: torch.dtype, device: torch.device, reference: ExpertKernel, tables: Tables | None,
+    ) -> None:  # fmt: skip
+        self._device, self._reference = device, reference
+        *_, width, stride = sizes
+        self.tables: Tables = PlainTables(device) if tables is None else tables
+        self._combines: dict[int, Launch] = {}  # by the most experts of a token
+        self._native = _launch.Experts(
+            up, down, dtype, classes, (*sizes, PAD), self.tables, partial(_scratch, stride, width, dtype, device),
+            _KEPT_BYTES // (stride * dtype.itemsize), stream_of(device), DTYPES, torch.int64,
+            partial(_combining, self._combines), _COMBINE_BLOCK,
+        )  # fmt: skip
+
+    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
+        """See `ExpertKernel.run`; asynchronous.
+
+        Raises:
+            ValueError: shapes do not fit together, or a group lies outside the pairs or the pool.
+        """
+        with on_device(self._device):
+            ran = self._native.run(hidden, pairs, groups, top_k, y)
+        if not ran:  # another dtype
+            self._reference.run(hidden, pairs, groups, top_k, y)
+
+    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        with on_device(self._device):
+            out = self._native.combine(y, weights)
+        return self._reference.combine(y, weights) if out is None else out
+
+    @property
+    def launches(self) -> Launches:
+        """For native code; valid as long as this kernel."""
+        return Launches(self._native.launches, self._device, MOST_ROWS["prefill"])
+
+
+class TritonKernel(LaunchedKernel):
     """Experts on slots by Triton; each expert's own row count selects its block shape.
 
     Args:
@@ -258,22 +307,15 @@ class TritonKernel:
     ) -> None:
         if not self.supports(operands, activation):
             raise ValueError(f"the Triton kernel does not support activation {activation} on these operands")
-        self._gate_up, self._down, self._reference = operands.gate_up, operands.down, reference
-        slots, self._neurons, _, self._width = operands.gate_up.shape
-        self._dtype, self._device = operands.gate_up.dtype, operands.gate_up.device
+        slots, neurons, _, self._width = operands.gate_up.shape
+        dtype, device = operands.gate_up.dtype, operands.gate_up.device
         self._activation = ACTIVATIONS[activation]
-        self._stride = ceil_div(self._neurons, PAD) * PAD
-        self._widen = self._device.type == "cpu" and self._dtype == torch.bfloat16
-        self.tables: Tables = PlainTables(self._device) if tables is None else tables
-        defaults = {name: some[0] for name, some in shapes_for(self._dtype).items()}
+        self._widen = device.type == "cpu" and dtype == torch.bfloat16
+        defaults = {name: some[0] for name, some in shapes_for(dtype).items()}
         self.shapes: dict[RowClass, Shape] = {**defaults, **(shapes or {})}
-        self._combines: dict[int, Launch] = {}  # by the most experts of a token
-        self._native = _launch.Experts(
-            self._gate_up, self._down, [self._class_of(name, shape) for name, shape in self.shapes.items()],
-            (slots * self._neurons, self._neurons, self._width, self._stride, PAD), self.tables,
-            partial(_scratch, self._stride, self._width, self._dtype, self._device),
-            _KEPT_BYTES // (self._stride * self._dtype.itemsize), stream_of(self._device), DTYPES, torch.int64,
-            partial(_combining, self._combines), _COMBINE_BLOCK,
+        super().__init__(
+            (operands.gate_up,), (operands.down,), [self._class_of(name, shape) for name, shape in self.shapes.items()],
+            (slots * neurons, neurons, self._width, ceil_div(neurons, PAD) * PAD), dtype, device, reference, tables,
         )  # fmt: skip
 
     @staticmethod
@@ -282,27 +324,6 @@ class TritonKernel:
         slots, neurons = operands.gate_up.shape[:2]
         small = 2 * slots * neurons < 1 << 31
         return activation in ACTIVATIONS and operands.gate_up.dtype in DTYPES and operands.plain_gated and small
-
-    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        """See `ExpertKernel.run`; asynchronous.
-
-        Raises:
-            ValueError: shapes do not fit together, or a group lies outside the pairs or the pool.
-        """
-        with on_device(self._device):
-            ran = self._native.run(hidden, pairs, groups, top_k, y)
-        if not ran:  # another dtype
-            self._reference.run(hidden, pairs, groups, top_k, y)
-
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        with on_device(self._device):
-            out = self._native.combine(y, weights)
-        return self._reference.combine(y, weights) if out is None else out
-
-    @property
-    def launches(self) -> Launches:
-        """For native code; valid as long as this kernel."""
-        return Launches(self._native.launches, self._device, MOST_ROWS["prefill"])
 
     def _class_of(self, name: RowClass, shape: Shape) -> tuple[int, int, Launch, int, Launch, int]:
         """As `_launch.Experts` takes it: the most rows, rows of a tile, gate_up and down with their columns."""

@@ -66,15 +66,16 @@ Args:
                      "`LayerReads` of `kernels/triton/experts.hpp`, of this object; None: there is no kernel.");
     nb::class_<Experts>(m, "Experts", R"(The launches that run experts.
 
+up, down: tensors that the launches get of the slots, behind the pairs. dtype: of rows.
 classes: (most rows, rows of a tile, gate_up, its columns, down, its columns), ascending. sizes: neurons of the pool
 and of a slot, H, items of a row of activations, and what divides them. tables: a `Ring`. scratch: (rows, numbers of a
 table, pairs) -> activations, words for pairs, weights and table, the table, the pairs, rows of y. kept: rows up to which these
 are kept, for each stream. combining: top_k -> the launch that sums, whose program has `block` columns.)")
-        .def(nb::init<nb::object, nb::object, const std::vector<Experts::Class>&,
+        .def(nb::init<nb::tuple, nb::tuple, nb::object, const std::vector<Experts::Class>&,
                       const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>&, nb::object, nb::object,
                       std::int64_t, nb::object, nb::tuple, nb::object, nb::object, std::int64_t>(),
-             "gate_up"_a, "down"_a, "classes"_a, "sizes"_a, "tables"_a, "scratch"_a, "kept"_a, "stream"_a, "dtypes"_a, "int64"_a,
-             "combining"_a, "block"_a, nb::keep_alive<1, 4>())
+             "up"_a, "down"_a, "dtype"_a, "classes"_a, "sizes"_a, "tables"_a, "scratch"_a, "kept"_a, "stream"_a, "dtypes"_a, "int64"_a,
+             "combining"_a, "block"_a, nb::keep_alive<1, 5>())
         .def("run", &Experts::run, "hidden"_a, "pairs"_a, "groups"_a, "top_k"_a, "y"_a)
         .def("combine", &Experts::combine, "y"_a, "weights"_a,
              nb::sig("def combine(self, y: typing.Any, weights: typing.Any) -> typing.Any"))

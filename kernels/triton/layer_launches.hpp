@@ -112,13 +112,16 @@ class Experts {
   public:
     using Class = std::tuple<std::int64_t, std::int64_t, Launch*, std::int64_t, Launch*, std::int64_t>;
 
-    Experts(nb::object gate_up, nb::object down, const std::vector<Class>& classes,
+    Experts(nb::tuple up, nb::tuple down, nb::object type, const std::vector<Class>& classes,
             const std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>& sizes, nb::object tables,
             nb::object scratch, std::int64_t kept, nb::object stream, nb::tuple dtypes, nb::object int64, nb::object combining,
             std::int64_t block)
-        : gate_up_(std::move(gate_up)), down_(std::move(down)), tables_(std::move(tables)), scratch_(std::move(scratch)),
-          stream_(std::move(stream)), combining_(std::move(combining)), up_(tensor(gate_up_.ptr())), low_(tensor(down_.ptr())),
-          ring_(nb::cast<Ring&>(tables_)), kept_rows_(kept), block_(block), int64_(int64.ptr()) {
+        : slots_(nb::make_tuple(up, down, type)), tables_(std::move(tables)), scratch_(std::move(scratch)), stream_(std::move(stream)),
+          combining_(std::move(combining)), type_(type.ptr()), ring_(nb::cast<Ring&>(tables_)), kept_rows_(kept), block_(block),
+          int64_(int64.ptr()) {
+        for (const nb::handle one : up) up_.push_back(tensor(one.ptr()));
+        for (const nb::handle one : down) low_.push_back(tensor(one.ptr()));
+        if (up_.size() + 8 > kMostArgs || low_.size() + 7 > kMostArgs) throw std::invalid_argument("a kernel takes at most 32 arguments");
         for (const auto& [most, tile, up, up_columns, down_launch, down_columns] : classes) {
             if (tile < 1 || up_columns < 1 || down_columns < 1) throw std::invalid_argument("a block has rows and columns");
             classes_.push_back({most, tile, up, down_launch, up_columns, down_columns});
@@ -134,7 +137,7 @@ class Experts {
     bool run(nb::handle hidden, nb::handle pairs, nb::handle groups, std::int64_t top_k, nb::handle y) {
         const Seen order = seen(order_, pairs), out = seen(out_, y);
         const void* type = dtype(hidden.ptr());
-        if (type != up_.type || out.arg.type != up_.type) return false;
+        if (type != type_ || out.arg.type != type_) return false;
         refuse(hidden, order, top_k, out);
         const std::vector<Group> given = groups_of(groups);
         const Tiles tiles = tiles_of(given.data(), given.size(), order.items, sizes_, classes_);
@@ -165,7 +168,7 @@ class Experts {
 
     // What `ExpertLaunches` says.
     bool takes(const LayerRows& rows) const {
-        if (dtype(rows.hidden) != up_.type || !is_summed(dtype(rows.weights))) return false;
+        if (dtype(rows.hidden) != type_ || !is_summed(dtype(rows.weights))) return false;
         const nb::object hidden = shape_of(rows.hidden), weights = shape_of(rows.weights);
         if (is_shape(hidden.ptr(), rows.tokens, sizes_.width) && is_shape(weights.ptr(), rows.tokens, rows.top_k)) return true;
         throw std::invalid_argument("hidden is " + text_of_shape(hidden) + " and weights are " + text_of_shape(weights) + " for " +
@@ -250,14 +253,22 @@ class Experts {
             std::int64_t all = 0;
             for (; end != tiles.phases.end() && end->row_class == part->row_class; ++end) all += tiles_in(*end);
             const std::int64_t columns = divided(tiles.widest[part->row_class], sizes_.padded) * sizes_.padded / c.up_columns;
-            const Arg of_up[] = {x, order, up_, activations, table, integer(first), integer(top_k), h, stride};
-            c.up->launch({all, columns, 1}, of_up, 9, stream);
+            launch(*c.up, {all, columns, 1}, {x, order}, up_, {activations, table, integer(first), integer(top_k), h, stride}, stream);
             for (; part != end; ++part) {
-                const Arg of_down[] = {activations, order, low_, out, table, integer(first), h, stride};
-                c.down->launch({tiles_in(*part), divided(sizes_.width, c.down_columns), 1}, of_down, 8, stream);
+                launch(*c.down, {tiles_in(*part), divided(sizes_.width, c.down_columns), 1}, {activations, order}, low_,
+                       {out, table, integer(first), h, stride}, stream);
                 first += tiles_in(*part);
             }
         }
+    }
+
+    static void launch(Launch& kernel, const Grid& grid, std::initializer_list<Arg> before, const std::vector<Arg>& slots,
+                       std::initializer_list<Arg> after, std::uint64_t stream) {
+        Arg args[kMostArgs];
+        Arg* end = std::copy(before.begin(), before.end(), args);
+        end = std::copy(slots.begin(), slots.end(), end);
+        end = std::copy(after.begin(), after.end(), end);
+        kernel.launch(grid, args, static_cast<std::size_t>(end - args), stream);
     }
 
     // y: contiguous, of a type that is summed, as the weights, which are contiguous, too.
@@ -385,8 +396,9 @@ class Experts {
         });
     }
 
-    nb::object gate_up_, down_, tables_, scratch_, stream_, combining_;
-    Arg up_, low_;  // of these, which never move
+    nb::object slots_, tables_, scratch_, stream_, combining_;
+    std::vector<Arg> up_, low_;  // of the slots, which never move
+    const void* type_;  // of rows
     std::optional<Seen> order_, out_;
     Ring& ring_;
     std::vector<RowClass> classes_;
