@@ -252,9 +252,9 @@ def write_gguf(
             flat[f"blk.{layer}.ffn_{which}_exps.{'bias' if suffix else 'weight'}"] = [name]
             continue
         base, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             base, suffix = name.removesuffix("_bias"), "bias"
-        found = names.get_name(base) or names.get_name(f"{base}.{suffix}")
+        found = names.get_name(base) or names.get_name(f"{base}.{suffix}") or names.get_name(name)
         assert found is not None, name
         flat[f"{found}.{suffix}"] = [name]
     sources = flat | {name: [members[i] for i in range(len(members))] for name, members in stacks.items()}
@@ -275,7 +275,7 @@ def write_gguf(
             written.append((name, data, kind))
         for i, member in enumerate(members):
             back = _as_loaded(name, values[i] if name in stacks else values, architecture, config)
-            exact = torch.from_numpy(np.ascontiguousarray(back, np.float32))
+            exact = torch.from_numpy(np.ascontiguousarray(back, np.float32)).reshape(tensors[member].shape)
             kept = name in stacks or "_exps" in name or config.get("dtype") == "float32"
             oracle[member] = exact if kept else exact.bfloat16().float()
     if architecture == "gpt-oss":
@@ -372,7 +372,9 @@ def _quantized(array: np.ndarray, kind: GGMLQuantizationType, seed: int) -> tupl
 
 
 def _as_converted(name: str, array: np.ndarray, architecture: str, config: Mapping[str, Any]) -> np.ndarray:
-    """What llama.cpp's converter does to a tensor (`LlamaModel.permute`)."""
+    """What llama.cpp's converter does to a tensor: `LlamaModel.permute`, and axes of one."""
+    if "shortconv" in name or "exp_probs_b" in name:
+        return array.squeeze()
     heads = _permuted_heads(name, architecture, config)
     if heads is None:
         return array
@@ -421,14 +423,22 @@ def _metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any], tokenizer: Pat
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    kinds = config.get("layer_types") or []
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([heads * (kind != "conv") for kind in kinds] if "conv" in kinds else heads)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     writer.add_rope_freq_base(config.get("rope_parameters", {}).get("rope_theta", 10000.0))
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
-    experts = [config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
-    writer.add_expert_count(experts[0])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(config[key] for key in counts if config.get(key)))
+    writer.add_expert_used_count(next(config[k] for k in ("num_experts_per_tok", "moe_topk", "moe_k") if config.get(k)))
+    if writer.arch == "qwen3vlmoe":
+        writer.add_rope_dimension_sections([config["head_dim"] // 2 - 2, 1, 1, 0])
+        writer.add_num_deepstack_layers(3)
+    if config.get("conv_L_cache"):
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if config.get("linear_num_key_heads"):

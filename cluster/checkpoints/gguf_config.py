@@ -87,6 +87,13 @@ _LATER = (
 
 
 
+def _common(of_layers: int | list[int]) -> int:
+    """A number, or the one that all layers have; 0: they have several."""
+    if isinstance(of_layers, int):
+        return of_layers
+    return of_layers[0] if len(set(of_layers)) == 1 else 0
+
+
 def _interval(config: Any) -> int:
     """Layers of linear attention are followed by one of full attention: how many all are; 0: they are not."""
     kinds = list(config.layer_types)
@@ -118,6 +125,11 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "qwen3moe": _Architecture(
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
         neutral={"expert_weights_norm": (True,)},
+        model_type="qwen3_moe", constants={"norm_topk_prob": True},
+    ),
+    "qwen3vlmoe": _Architecture(  # of text alone, which is Qwen3's
+        names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
+        neutral={"expert_weights_norm": (True,)}, shapes=frozenset({"n_deepstack_layers", "rope.dimension_sections"}),
         model_type="qwen3_moe", constants={"norm_topk_prob": True},
     ),
     "qwen3next": _Architecture(
@@ -181,6 +193,25 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
         neutral={"expert_gating_func": (2,)},
         shapes=frozenset(_LATER), absent=_PLAIN_ROUTING,
     ),
+    "hunyuan-moe": _Architecture(
+        names={**_HEAD, "expert_count": "num_experts", "expert_used_count": lambda config: _common(config.moe_topk)},
+        neutral={"expert_weights_norm": (True,)},
+        shapes=frozenset({"expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count"}),
+    ),
+    "ernie4_5-moe": _Architecture(
+        names={**_HEAD, "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
+               "interleave_moe_layer_step": "moe_layer_interval"},
+        neutral={"expert_weights_norm": (True,)},
+        shapes=frozenset({*_LATER, "expert_shared_feed_forward_length"}),
+    ),
+    "lfm2moe": _Architecture(
+        names={**_HEAD, "expert_count": "num_experts", "expert_weights_scale": "routed_scaling_factor",
+               "expert_weights_norm": "norm_topk_prob", "attention.layer_norm_rms_epsilon": "norm_eps",
+               "shortconv.l_cache": "conv_L_cache"},
+        neutral={"expert_gating_func": (2,)},
+        shapes=frozenset({*_LATER, "attention.head_count_kv"}),
+        absent={"expert_weights_norm": True, "expert_weights_scale": 1.0},
+    ),
     "phimoe": _Architecture(
         names={**_HEAD, "expert_count": "num_local_experts", "attention.sliding_window": "sliding_window"},
         rope=tuple(SHORT_AND_LONG),
@@ -243,7 +274,7 @@ def check_config(config: Any, header: Header) -> None:
     values = _values(header, known)
     for key, value in {**known.absent, **values}.items():
         of = _names(known).get(key)
-        if of is None or key in known.shapes:
+        if of is None:
             continue
         expected = of(config) if callable(of) else getattr(config, of, None)
         if expected is None and isinstance(of, str) and of in _HEADS_OF:
@@ -281,7 +312,7 @@ def _values(header: Header, known: _Architecture) -> dict[str, Any]:
         key = full.removeprefix(prefix)
         if key == full or key in _INFORMATIVE or key in _ROPE:
             continue
-        if key in known.shapes and key not in _names(known):
+        if key in known.shapes:
             continue
         value = _scalar(header, key, raw)
         if key in _names(known):

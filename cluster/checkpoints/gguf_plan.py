@@ -131,7 +131,7 @@ class _Names:
         base, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
             base, suffix = name, "weight"
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 base, suffix = name.removesuffix("_bias"), "bias"
         # Granite publishes its router as a layer in a separate module
         found = self._map.get_name(base) or self._map.get_name(name) or self._map.get_name(f"{base}.layer")
@@ -150,8 +150,8 @@ class _Names:
             return self._take(full), lambda tensors: _unpermuted(tensors[0], heads)
         if is_zero_centered(self._architecture, name) and entry.spec.shape == shape:
             return self._take(full), lambda tensors: tensors[0].float() - 1
-        if len(entry.spec.shape) + 1 == len(shape) and shape[0] == 1 and entry.spec.shape == shape[1:]:
-            return self._take(full), lambda tensors: tensors[0].unsqueeze(0)
+        if entry.spec.shape != shape and entry.spec.shape == tuple(size for size in shape if size != 1):
+            return self._take(full), lambda tensors: tensors[0].reshape(shape)
         return self._take(full), None
 
     def _linear_attention(self, name: str) -> tuple[list[tuple[str, Entry]], Transform]:

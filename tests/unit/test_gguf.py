@@ -113,8 +113,26 @@ def test_linear_attention(model_type: str, architecture: str, beside: bool, tmp_
 
     No tolerance would hide two value heads in each other's place.
     """
-    sizes = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
-    plain = save_tiny_checkpoint(model_type, tmp_path / "plain", head_dim=16, **sizes)
+    sizes = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16}
+    check_architecture(model_type, architecture, beside, sizes, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "beside", "sizes"),
+    [("hunyuan_v1_moe", "hunyuan-moe", True, {}), ("ernie4_5_moe", "ernie4_5-moe", True, {}),
+     ("lfm2_moe", "lfm2moe", True, {"tie_word_embeddings": True}), ("qwen3_moe", "qwen3vlmoe", False, {})],
+)  # fmt: skip
+def test_an_architecture(
+    model_type: str, architecture: str, beside: bool, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    check_architecture(model_type, architecture, beside, sizes, tmp_path)
+
+
+def check_architecture(
+    model_type: str, architecture: str, beside: bool, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    """A file gives the logits and tokens of transformers' own model of the same weights."""
+    plain = save_tiny_checkpoint(model_type, tmp_path / "plain", **sizes)
     file, _ = write_gguf(plain, tmp_path / "gguf", architecture, lambda name: "F32")
     if beside:
         shutil.copy(plain / "config.json", file.parent)
