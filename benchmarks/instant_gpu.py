@@ -29,6 +29,7 @@ import torch
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine import engine as engine_module
 from tiermoe.actors.engine import host_view, make_device
+from tiermoe.actors.engine.cache.form_slots import FormPool
 from tiermoe.actors.engine.cuda.activations import PinnedActivations
 from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.cuda.tables import TableRing
@@ -228,6 +229,7 @@ def instant_gpu() -> Iterator[InstantGpu]:
     try:
         from tiermoe.kernels.triton import launch, tables
         from tiermoe.kernels.triton.expert_ffn import TritonKernel
+        from tiermoe.kernels.triton.forms import TritonFormKernel
     except ImportError:
         raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
     gpu: Any = InstantGpu()
@@ -240,7 +242,11 @@ def instant_gpu() -> Iterator[InstantGpu]:
     def launching(layer: Any) -> Executor:
         """The layer's executor; while the GPU works Python's kernels run its passes."""
         pool, kernel = layer.cache.pool, layer.kernel
-        layer.kernel = TritonKernel(Operands(pool.gate_up, pool.down, None, None), "silu", kernel, ring)
+        if isinstance(pool, FormPool):
+            form = pool.published.of(layer.index)
+            layer.kernel = TritonFormKernel(pool.parts(form), form, "silu", torch.relu, pool.dtype, ring)
+        else:
+            layer.kernel = TritonKernel(Operands(pool.gate_up, pool.down, None, None), "silu", kernel, ring)
         native: Any = executor_of(layer)
         layer.kernel = Launched(layer.kernel, kernel, gpu)
         python, run = PythonExecutor(layer), native.run

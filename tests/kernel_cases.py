@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from buddymoe_reference import Substituted, token_entropy
+from form_cases import random_expert
 from numpy.typing import NDArray
 from torch import nn
 
 from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions, reach
 from tiermoe.kernels.expert_ffn import Group, Operands
+from tiermoe.kernels.forms import ExpertForm
 from tiermoe.kernels.pack import PackedShape, Quantized, pack_expert, tiles
 from tiermoe.kernels.substitute import Replaced, replaceable
 
@@ -87,6 +89,29 @@ def gate_for(activation: str):
         return ACTIVATIONS[activation](pairs[..., 0]) * pairs[..., 1]
 
     return gate
+
+
+def gpt_oss_gate(both: torch.Tensor) -> torch.Tensor:
+    """As in transformers' GptOssExperts."""
+    g, u = both[..., ::2].clamp(max=7), both[..., 1::2].clamp(-7, 7)
+    return (u + 1) * g * torch.sigmoid(1.702 * g)
+
+
+def slots_of(
+    of: ExpertForm, count: int, *, strided: bool = False, seed: int = 0
+) -> tuple[list[torch.Tensor], list[dict]]:
+    """Slots of random experts, and their parts; `strided`: parts side by side in one run of bytes per slot."""
+    rng = np.random.default_rng(seed)
+    experts = [random_expert(of, rng) for _ in range(count)]
+    raw = [torch.from_numpy(np.stack([e[name].reshape(-1).view(np.uint8) for e in experts])) for name in of.parts()]
+    if strided:
+        ends = np.cumsum([0, *(-(-part.shape[1] // 64) * 64 for part in raw)]).tolist()
+        whole = torch.zeros((count, ends[-1]), dtype=torch.uint8)
+        views = [whole[:, first : first + part.shape[1]] for first, part in zip(ends, raw, strict=False)]
+        for view, part in zip(views, raw, strict=True):
+            view.copy_(part)
+        raw = views
+    return raw, experts
 
 
 def pool_of(

@@ -93,19 +93,24 @@ class Stack:
         self, slots: int, eviction: EvictionPolicy, gbps: float | None, min_useful: float,
         split: SplitLayout | None = None, writeback: bool = False,
     ) -> None:  # fmt: skip
-        generator = torch.Generator().manual_seed(5)
-        self.weights = [
-            LayerWeights(tuple(torch.randn(s, generator=generator) for s in SHAPE.stacked().values()))
-            for _ in range(LAYERS)
-        ]
-        self.pool = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu"))
+        nbytes = self._memory(slots)
         self.stats = EngineStats(layers=[LayerStats() for _ in range(LAYERS)])
-        where = SlotMap(self.pool, self.weights, EXPERTS, slots, SHAPE.nbytes(4), split)
+        where = SlotMap(self.pool, self.weights, EXPERTS, slots, nbytes, split)
         link = thread_link(where, 0.0 if gbps is None else gbps * 1e9, 0.0)
         self.link: Any = link.core
         self.cache = ExpertCache(where, link, eviction, self.stats, Timeline(False), min_useful, writeback)
 
-    make_kernel: Callable[[SlotPool], ExpertKernel] = staticmethod(kernel_of)
+    def _memory(self, slots: int) -> int:
+        """Weights and a pool; returns the bytes of an expert."""
+        generator = torch.Generator().manual_seed(5)
+        self.weights: Any = [
+            LayerWeights(tuple(torch.randn(s, generator=generator) for s in SHAPE.stacked().values()))
+            for _ in range(LAYERS)
+        ]
+        self.pool: Any = SlotPool.allocate(SHAPE, slots, torch.float32, torch.device("cpu"))
+        return SHAPE.nbytes(4)
+
+    make_kernel: Callable[[Any], ExpertKernel] = staticmethod(kernel_of)
 
     def _attach(self, hooks: Hooks, native: bool) -> None:
         backend = DeviceBackend(self.cache, HostViews(), PlainActivations(torch.device("cpu")))

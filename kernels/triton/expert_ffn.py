@@ -194,9 +194,7 @@ def _gate_up(
         pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
         weights = gate_up + 2 * tl.load(tile + 2).to(tl.int64) * H
         out = activations + (tl.load(tile + 4) + m).to(tl.int64) * STRIDE
-        up_tile(
-            hidden + (pair // top_k) * H, weights, out, used, n, neurons, H, ACTIVATION, M, N, K, EVEN, WIDEN
-        )
+        up_tile(hidden + (pair // top_k) * H, weights, out, used, n, neurons, H, ACTIVATION, M, N, K, EVEN, WIDEN)
 
 
 @triton.jit(do_not_specialize=["first_tile"])

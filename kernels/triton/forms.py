@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -79,7 +79,7 @@ class Form(NamedTuple):
 
 
 # -- decoding: int32 codes to float32 numbers, exactly -------------------------------------------------------------
-# Bits are placed as a float32 of a small exponent and multiplied by a power of two: of subnormal codes, too, the number.
+# Bits are placed as a float32 of a small exponent and multiplied by a power of two: right for subnormal codes, too.
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _half(word):
 
 @triton.jit
 def _bytes(at, there, MASKED: tl.constexpr, WORD: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
-    """[N, COUNT] bytes as int32, from pointers to words [N, COUNT / WORD], of which those that are not `there` are 0."""
+    """[N, COUNT] bytes as int32, from pointers to words [N, COUNT / WORD]; those that are not `there` are 0."""
     word = tl.load(at, mask=there, other=0) if MASKED else tl.load(at)
     word = word.to(tl.int32)
     if WORD == 4:
@@ -208,7 +208,7 @@ def _scaled(codes, scale, zero, whole, row, start, FORM: tl.constexpr, N: tl.con
     ONE: tl.constexpr = FORM.groups == 1 or FORM.group % K == 0
     MANY: tl.constexpr = not ONE and K % FORM.group == 0
     GROUPS: tl.constexpr = 1 if ONE else (K // FORM.group if MANY else K)
-    if ONE or MANY:
+    if ONE or MANY:  # noqa: SIM108
         group = start // FORM.group + tl.arange(0, GROUPS)
     else:
         group = (start + tl.arange(0, K)) // FORM.group
@@ -296,8 +296,8 @@ def _form_gate_up(
     hidden, pairs,
     gate, gate_scale, gate_zero, gate_whole, gate_order, gate_bias, up, up_scale, up_zero, up_whole, up_order, up_bias,
     activations, table, first_tile, top_k, H, STRIDE,
-    GATE: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, I: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, WIDEN: tl.constexpr,
+    GATE: tl.constexpr, UP: tl.constexpr, ACTIVATION: tl.constexpr, NEURONS: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """N activations of a tile's rows; zeros behind the last neuron."""
     tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
@@ -306,7 +306,7 @@ def _form_gate_up(
     m = tl.arange(0, M)
     used = m < tl.load(tile + 1)
     pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
-    slot = (tl.load(tile + 2) // I).to(tl.int64)
+    slot = (tl.load(tile + 2) // NEURONS).to(tl.int64)
     x = hidden + (pair // top_k) * H
     gate += slot * GATE.strides[0]
     gate_scale += slot * GATE.strides[1]
@@ -322,7 +322,7 @@ def _form_gate_up(
     up_bias += slot * UP.strides[5]
     gates = tl.zeros((M, N), dtype=tl.float32)
     ups = tl.zeros((M, N), dtype=tl.float32)
-    for start in range(0, tl.where(n < I, GATE.inputs, 0), K):
+    for start in range(0, tl.where(n < NEURONS, GATE.inputs, 0), K):
         rows = _rows(x, gate_order, used, start, GATE, K)
         gates = _times(rows, _weights(gate, gate_scale, gate_zero, gate_whole, j, start, GATE, N, K), gates, WIDEN)
         if UP.order:
@@ -335,7 +335,7 @@ def _form_gate_up(
         values = gates / (1.0 + tl.exp(-1.702 * gates)) * (ups + 1.0)
     else:
         values = activate(gates, ACTIVATION) * ups
-    values = tl.where((j < I)[None, :], values, 0.0)
+    values = tl.where((j < NEURONS)[None, :], values, 0.0)
     out = activations + (tl.load(tile + 4) + m).to(tl.int64) * STRIDE
     tl.store(out[:, None] + j[None, :], values.to(activations.dtype.element_ty), mask=used[:, None])
 
@@ -380,16 +380,16 @@ class FormBlocks(NamedTuple):
     stages: int
 
 
-# All of a class sum in the same order.
-BLOCKS_OF: dict[RowClass, FormBlocks] = {
-    "decode": FormBlocks(16, 16, 32, 4, 3),
-    "short": FormBlocks(64, 32, 64, 4, 2),
-    "prefill": FormBlocks(64, 32, 64, 4, 2),
+# By K, the inputs that a program decodes at a time, and by class of rows: two are enough, since decoding bounds
+# prompts, not the product. Shared memory is below 99 KiB on every GPU.
+BLOCKS_OF: dict[int, dict[RowClass, FormBlocks]] = {
+    128: {"decode": FormBlocks(16, 16, 32, 4, 3), "prefill": FormBlocks(64, 16, 64, 8, 2)},
+    256: {"decode": FormBlocks(16, 16, 32, 8, 3), "prefill": FormBlocks(64, 16, 32, 8, 2)},
 }
 
 
 def inputs_of_tile(*matrices: MatrixForm) -> int:
-    """K: inputs that a program decodes at a time, a multiple of the blocks of these matrices."""
+    """K for these matrices, a multiple of their blocks."""
     return 256 if any(BLOCKS.get(matrix.kind, (0,))[0] == 256 for matrix in matrices) else 128
 
 
@@ -432,6 +432,15 @@ def _matrix(expert: ExpertForm, parts: dict[str, torch.Tensor], name: str, first
     ))  # fmt: skip
 
 
+def _launch_of(kernel: Any, blocks: FormBlocks, **fixed: Any) -> Launch:
+    """No sums are fused into products: weights have the reference's bits."""
+    given = {**fixed, "M": blocks.M}
+    constants = {name: given[name] for name in kernel.arg_names if name in given}
+    return Launch(
+        kernel, **constants, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=False
+    )  # fmt: skip
+
+
 class TritonFormKernel(LaunchedKernel):
     """Experts in a published form, on slots, by Triton.
 
@@ -441,6 +450,9 @@ class TritonFormKernel(LaunchedKernel):
         gate: as of `TorchFormKernel`, which runs calls in other types.
         dtype: of rows.
         tables: as of `TritonKernel`.
+
+    Attributes:
+        products: the launches of gate and up, and of down. operands: tensors of the slots that each gets.
 
     Raises:
         FormError: the slots are not of this form, or there is no kernel for it (`supports`).
@@ -464,20 +476,21 @@ class TritonFormKernel(LaunchedKernel):
         down = _matrix(form, parts, "down")
         self._form, self._slots = form, len(slots[0])
         widen = slots[0].device.type == "cpu" and dtype == torch.bfloat16
+        fixed = {"GATE": gates.form, "UP": ups.form, "ACTIVATION": FORM_ACTIVATIONS[activation]}
+        low_k = inputs_of_tile(form.down)
+        self.operands = (*gates.tensors, *ups.tensors), down.tensors
+        self.products: dict[RowClass, tuple[Launch, Launch]] = {}
         classes = []
-        for name, blocks in BLOCKS_OF.items():
-            options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": False}
-            first_product = Launch(
-                _form_gate_up, GATE=gates.form, UP=ups.form, ACTIVATION=FORM_ACTIVATIONS[activation],
-                I=form.intermediate, M=blocks.M, N=blocks.gate_up, K=k, WIDEN=widen, **options,
+        for name, up_blocks in BLOCKS_OF[k].items():
+            low_blocks = BLOCKS_OF[low_k][name]
+            first = _launch_of(
+                _form_gate_up, up_blocks, N=up_blocks.gate_up, K=k, WIDEN=widen, **fixed, NEURONS=form.intermediate
             )  # fmt: skip
-            second = Launch(
-                _form_down, DOWN=down.form, M=blocks.M, N=blocks.down, K=inputs_of_tile(form.down), WIDEN=widen,
-                **options,
-            )  # fmt: skip
-            classes.append((MOST_ROWS[name], blocks.M, first_product, blocks.gate_up, second, blocks.down))
+            second = _launch_of(_form_down, low_blocks, N=low_blocks.down, K=low_k, WIDEN=widen, DOWN=down.form)
+            self.products[name] = first, second
+            classes.append((MOST_ROWS[name], up_blocks.M, first, up_blocks.gate_up, second, low_blocks.down))
         super().__init__(
-            (*gates.tensors, *ups.tensors), down.tensors, classes,
+            *self.operands, classes,
             (self._slots * form.intermediate, form.intermediate, form.hidden, ceil_div(form.intermediate, PAD) * PAD),
             dtype, slots[0].device, TorchFormKernel(slots, form, gate), tables,
         )  # fmt: skip

@@ -2,46 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from form_cases import FORMS, expert_form, form, fused_form, random_expert, random_parts, reference
-from kernel_cases import compiled
-from quick import quick
+from form_cases import FORMS, expert_form, form, fused_form, random_parts, reference
+from kernel_cases import gate_for, gpt_oss_gate, slots_of
 
 from tiermoe.errors import FormError
 from tiermoe.kernels.form_slots import CpuFormKernel, TorchFormKernel, dequantize, slot_parts
 from tiermoe.kernels.forms import ExpertForm
 
 RNG = np.random.default_rng(0)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of Triton's kernels, interpreted without a GPU
-
-
-def gate(both: torch.Tensor) -> torch.Tensor:
-    pairs = both.view(len(both), -1, 2)
-    return torch.nn.functional.silu(pairs[..., 0]) * pairs[..., 1]
-
-
-def gpt_oss_gate(both: torch.Tensor) -> torch.Tensor:
-    """As in transformers' GptOssExperts."""
-    g, u = both[..., ::2].clamp(max=7), both[..., 1::2].clamp(-7, 7)
-    return (u + 1) * g * torch.sigmoid(1.702 * g)
-
-
-def slots_of(of: ExpertForm, count: int, *, strided: bool = False) -> tuple[list[torch.Tensor], list[dict]]:
-    """Slots of random experts, and their parts; `strided`: parts side by side in one run of bytes per slot."""
-    experts = [random_expert(of, RNG) for _ in range(count)]
-    raw = [torch.from_numpy(np.stack([e[name].reshape(-1).view(np.uint8) for e in experts])) for name in of.parts()]
-    if strided:
-        ends = np.cumsum([0, *(-(-part.shape[1] // 64) * 64 for part in raw)]).tolist()
-        whole = torch.zeros((count, ends[-1]), dtype=torch.uint8)
-        views = [whole[:, first : first + part.shape[1]] for first, part in zip(ends, raw, strict=False)]
-        for view, part in zip(views, raw, strict=True):
-            view.copy_(part)
-        raw = views
-    return raw, experts
+gate = gate_for("silu")
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -134,62 +106,3 @@ def test_what_is_refused() -> None:
             kernel.run(hidden, pairs, [], 2, y)
         with pytest.raises(ValueError, match="y must be"):
             kernel.run(hidden, pairs, [], 1, y[:1])
-
-
-TRITON = [name for name in FORMS if name.startswith(("fp8", "mxfp4", "nvfp4", "int")) and name != "mxfp4_gguf"]
-
-
-@pytest.mark.parametrize("name", TRITON)
-def test_triton_decodes_every_weight_to_the_bit(name: str) -> None:
-    """Rows with a single 1 read the columns of gate."""
-    pytest.importorskip("triton")
-    from tiermoe.kernels.triton.forms import TritonFormKernel
-
-    of = ExpertForm(down=form("mxfp4", 288, 32), gate=form(name, 32, 288), up=form(name, 32, 288))
-    slots, experts = slots_of(of, 2)
-    kernel = TritonFormKernel([slot.to(DEVICE) for slot in slots], of, gate)
-    found = kernel._product(1, "gate", torch.eye(288, device=DEVICE))
-    np.testing.assert_array_equal(found.cpu().numpy(), of.dequantize(experts[1]).gate.T)
-
-
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "nvfp4", "int, 4 bits, order"])
-def test_triton_experts(name: str, strided: bool) -> None:
-    """Against the torch reference, at few rows and at many; a row does not depend on the others of its class."""
-    pytest.importorskip("triton")
-    from tiermoe.kernels.triton.forms import TritonFormKernel
-
-    of = fused_form(name, 256, 128, interleaved=strided, bias="F32" if strided else "")
-    slots = [slot.to(DEVICE) for slot in slots_of(of, 2, strided=strided)[0]]
-    hidden = torch.from_numpy(RNG.standard_normal((40, 256), dtype=np.float32)).to(DEVICE)
-    pairs = torch.arange(40, device=DEVICE)
-    neurons = of.intermediate
-    groups = [(0, 3, neurons, neurons, False), (3, 40, 0, neurons, False)]
-    ys = [torch.zeros_like(hidden) for _ in range(2)]
-    for y, make in zip(ys, (TorchFormKernel, TritonFormKernel), strict=True):
-        make(slots, of, gate).run(hidden, pairs, groups, 1, y)
-    torch.testing.assert_close(ys[1], ys[0], rtol=1e-4, atol=1e-5 * float(ys[0].abs().max()))
-    beside, hidden[:2] = torch.zeros_like(hidden), 0  # other neighbours; the place is kept, see test_packed_slots.py
-    TritonFormKernel(slots, of, gate).run(hidden, pairs, groups[:1], 1, beside)
-    assert torch.equal(beside[2], ys[1][2])
-    with pytest.raises(FormError, match="no Triton kernel"):
-        TritonFormKernel(slots, expert_form("q8_0", 256, 128), gate)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "codes", "scale", "capability", "by"),
-    quick(
-        [("bf16", 1, 1, 80, "mma"), ("fp16", 2, 0, 90, "mma"), ("fp32", 0, 0, 90, "fma"), ("bf16", 1, 2, 90, "mma")],
-        fast=[("bf16", 1, 1, 80, "mma")],
-    ),
-)
-def test_triton_compiles(dtype: str, codes: int, scale: int, capability: int, by: str, tmp_path: Path) -> None:
-    """For GPUs, which it takes none to compile for."""
-    pytest.importorskip("triton")
-    sizes = ("rows", "slot", "WIDTH", "DEPTH", "G", *(f"{name}_slot" for name in ("weight", "scale", "zero", "whole",
-                                                                                  "order")))  # fmt: skip
-    types = dict.fromkeys(sizes, "i32") | {"x": f"*{dtype}", "y": f"*{dtype}", "weight": "*u8", "zero": "*u8"}
-    types |= {"whole": "*fp32", "order": "*i32", "scale": "*u8" if scale else "*fp16"}
-    fixed = {"CODES": codes, "SCALE": scale, "GROUP": 32, "BLOCK": 1, "ZEROS": codes == 2, "ORDER": codes == 2,
-             "DIVIDES": scale == 2, "ROWS": 16, "OUTPUTS": 32, "INPUTS": 64}  # fmt: skip
-    assert compiled("forms", "_linear_kernel", types, fixed, capability, tmp_path)[0] == by

@@ -80,7 +80,11 @@ PROGRAMS = {
     "planner": Program("planner", CPU, (), flags=("-O1", "-g1", "-ffp-contract=off")),
     # random problems with every option; input out of range is refused before it is used
     "substitute": Program(
-        "substitute", CPU, ("substitute.cpp",), f"{MEMORY},float-cast-overflow", ("-O1", "-g1", "-ffp-contract=off"),
+        "substitute",
+        CPU,
+        ("substitute.cpp",),
+        f"{MEMORY},float-cast-overflow",
+        ("-O1", "-g1", "-ffp-contract=off"),
         "checked 2880 problems\n",
     ),
     "channel": Program("channel", PROTO, ("checks.cpp", "ring.cpp")),

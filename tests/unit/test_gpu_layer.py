@@ -12,18 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cache_rigs import EXPERTS, KEYS, SHAPE
+from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
+from form_cases import expert_form, random_expert
 from native_rigs import CUTS, SplitStack, Stack, forwards, routed
 
+from tiermoe.actors.engine.cache.form_slots import FormPool, FormWeights
 from tiermoe.actors.engine.cache.slots import SlotPool
+from tiermoe.actors.engine.executors import GpuExecutor
+from tiermoe.actors.store.format import Published
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import SHORT_ROWS, ExpertKernel, Operands, TorchKernel
+from tiermoe.kernels.form_slots import TorchFormKernel
+from tiermoe.kernels.forms import ExpertForm
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("tests/cuda/test_gpu_layer.py runs layers on the GPU", allow_module_level=True)
 
 from tiermoe.kernels.triton.expert_ffn import DECODE_PAIRS, TritonKernel
+from tiermoe.kernels.triton.forms import TritonFormKernel
 from tiermoe.kernels.triton.launch import Launch
 
 
@@ -107,6 +114,62 @@ def test_interpreted_kernels_give_what_they_give_the_page() -> None:
     native, python = both(2)
     inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[2, 0, 1]]), torch.rand(1, 3)
     assert torch.equal(native.layers[0].forward(*inputs), python.layers[0].forward(*inputs))
+    native.cache.close(), python.cache.close()
+
+
+class FormStack(Stack):
+    """Experts in a published form; Python's passes run torch's reference."""
+
+    def __init__(self, form: ExpertForm, slots: int, native: bool) -> None:
+        self.form, self.in_triton = form, native
+        super().__init__(slots, "lru", native=native)
+
+    def _memory(self, slots: int) -> int:
+        rng, published = np.random.default_rng(5), Published(forms=(self.form,), layers=(0,) * LAYERS, checkpoint=None)
+
+        def expert() -> tuple[torch.Tensor, ...]:
+            parts = random_expert(self.form, rng).values()
+            return tuple(torch.from_numpy(part.reshape(-1).view(np.uint8)) for part in parts)
+
+        self.weights = [FormWeights(tuple(expert() for _ in range(EXPERTS))) for _ in range(LAYERS)]
+        self.pool = FormPool.allocate(published, slots, torch.float32, torch.device("cpu"))
+        return published.slot_bytes
+
+    def make_kernel(self, pool: FormPool) -> ExpertKernel:  # type: ignore[override]
+        parts = pool.parts(self.form)
+        if self.in_triton:
+            return TritonFormKernel(parts, self.form, "silu", gate, torch.float32)
+        return TorchFormKernel(parts, self.form, gate)
+
+
+@pytest.mark.parametrize("slots", [3, KEYS])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "q8_0", "int, 4 bits, zeros"])
+def test_interpreted_forms_run_in_the_native_pass(name: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded on demand and then resident: two launches for experts that are there together, and one that sums."""
+    form = expert_form(name, 64, 32)
+    native, python = FormStack(form, slots, True), FormStack(form, slots, False)
+    assert isinstance(native.layers[0].executor, GpuExecutor)
+    rng, found = np.random.default_rng(slots), list[str]()
+    first = Launch.first
+
+    def counted(launch: Launch, *given: Any) -> Callable[..., None]:
+        found.append(launch.name)
+        known: Any = first(launch, *given)
+        return lambda *more: (found.append(launch.name), known(*more))[0]
+
+    monkeypatch.setattr(Launch, "first", counted)
+    for n in range(4):
+        # the last pass runs experts that are in their slots, where all have one
+        ids = torch.tensor([[1, 2]]) if n > 1 else torch.from_numpy(rng.permutation(EXPERTS)[None, :2].copy())
+        hidden, weights = torch.randn(1, 64), torch.rand(1, 2)
+        for mine, theirs in zip(native.layers, python.layers, strict=True):
+            found.clear()
+            out, wanted = mine.forward(hidden, ids, weights), theirs.forward(hidden, ids, weights)
+            rounds = found.count("_form_gate_up")
+            assert found == ["_form_gate_up", "_form_down"] * rounds + ["_combine"]
+            assert rounds == 1 if n == 3 and slots == KEYS else rounds <= 2
+            assert float((out - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+            native.settle(), python.settle()
     native.cache.close(), python.cache.close()
 
 

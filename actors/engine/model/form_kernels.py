@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Union
 
 import torch
 
@@ -20,55 +21,74 @@ from ..cache.slots import SlotPool
 from .kernels import KernelPlan, Kernels
 from .model import MoeBlock
 
+if TYPE_CHECKING:
+    from ....kernels.triton.forms import TritonFormKernel
+
+
+_FormKernel = Union["TritonFormKernel", TorchFormKernel, CpuFormKernel]
+
 
 class FormKernels:
     """The kernels of a pool of published forms, by layer: as `Kernels`.
+
+    C++ on the CPU and Triton's on a GPU; torch, one expert after another, for other gates and forms than theirs, and
+    where it is asked for. Layers of one form and activation share a kernel.
 
     Raises:
         ConfigError: a kernel is asked for that cannot run these forms.
     """
 
     def __init__(self, pool: FormPool, setting: ExpertKernelName, blocks: Sequence[MoeBlock]) -> None:
-        if setting == "triton":
-            _check_triton(pool)
-        self._of: dict[int, ExpertKernel] = {}
-        made: dict[tuple[ExpertForm, str], CpuFormKernel] = {}
-        name = ""
-        for layer, block in enumerate(blocks):
-            form, activation = pool.published.of(layer), _activation(block)
-            kernel: TorchFormKernel | CpuFormKernel
-            if setting == "triton":
-                from ....kernels.triton.forms import TritonFormKernel
-
-                kernel = TritonFormKernel(pool.parts(form), form, block.gate)
-            elif activation is None or setting == "loop" or pool.device.type != "cpu":
-                kernel = TorchFormKernel(pool.parts(form), form, block.gate)
-            elif (form, activation) in made:
-                kernel = made[form, activation]
-            else:
-                kernel = CpuFormKernel(pool.parts(form), form, activation, torch.get_num_threads())
-                made[form, activation] = kernel
-            self._of[id(block.experts)] = kernel
-            name = name or kernel.name
-        self.plan = KernelPlan(dict.fromkeys(ROW_CLASSES, name))
+        self._pool, self._setting = pool, setting
+        self._notes: list[str] = []
+        self._made: dict[tuple[ExpertForm, str], _FormKernel] = {}
+        self._of = {id(block.experts): self._kernel(layer, block) for layer, block in enumerate(blocks)}
+        if setting == "triton" and self._notes:
+            raise ConfigError(f"expert_kernel 'triton' cannot run these experts: {self._notes[0]}", "use auto or loop")
+        name = next(iter(self._of.values())).name
+        self.plan = KernelPlan(dict.fromkeys(ROW_CLASSES, name), notes=tuple(dict.fromkeys(self._notes)))
 
     def of(self, block: MoeBlock) -> ExpertKernel:
         """The kernel of a layer."""
         return self._of[id(block.experts)]
 
+    def _kernel(self, layer: int, block: MoeBlock) -> _FormKernel:
+        pool = self._pool
+        form, activation = pool.published.of(layer), _activation(block)
+        key = (form, activation or "")
+        if key in self._made:
+            return self._made[key]
+        on_cpu = pool.device.type == "cpu"
+        if on_cpu and self._setting == "triton":
+            raise ConfigError("expert_kernel 'triton' needs a GPU", "use auto or loop")
+        kernel: _FormKernel | None = None
+        if activation is not None and self._setting != "loop":
+            if on_cpu:
+                kernel = CpuFormKernel(pool.parts(form), form, activation, torch.get_num_threads())
+            else:
+                kernel = self._triton(form, activation, block)
+        elif not on_cpu and self._setting != "loop":
+            self._notes.append("Triton has no kernel for the gate of these experts, which run one after another")
+        if kernel is None:  # its gate is the layer's own
+            return TorchFormKernel(pool.parts(form), form, block.gate)
+        self._made[key] = kernel
+        return kernel
 
-def _check_triton(pool: FormPool) -> None:
-    """Raise ConfigError unless Triton's kernels run these forms here. `auto` does not choose them: none was timed."""
-    if pool.device.type == "cpu":
-        raise ConfigError("expert_kernel 'triton' needs a GPU", "use auto or loop")
-    try:
-        from ....kernels.triton.forms import TritonFormKernel
-    except ImportError as error:
-        raise ConfigError("expert_kernel 'triton' needs triton", "pip install 'tiermoe[gpu]', or use auto") from error
-    if not all(TritonFormKernel.supports(form) for form in pool.published.forms):
-        raise ConfigError(
-            f"expert_kernel 'triton' does not run experts in the form {pool.published.label()}", "use auto"
-        )
+    def _triton(self, form: ExpertForm, activation: str, block: MoeBlock) -> TritonFormKernel | None:
+        """None: it cannot run these experts, as a note says."""
+        try:
+            from ....kernels.triton.forms import TritonFormKernel
+        except ImportError:
+            self._notes.append("triton is not installed: experts run one after another")
+            return None
+        if not TritonFormKernel.supports(form, activation):
+            label = self._pool.published.label()
+            self._notes.append(f"Triton has no kernel for experts in the form {label}, which run one after another")
+            return None
+        from ..cuda.tables import ring_of
+
+        parts, ring = self._pool.parts(form), ring_of(self._pool.device)
+        return TritonFormKernel(parts, form, activation, block.gate, self._pool.dtype, ring)
 
 
 def _activation(block: MoeBlock) -> str | None:

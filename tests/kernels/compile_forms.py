@@ -1,0 +1,125 @@
+"""Compiles the kernels of published forms for GPUs that need not be there; prints a line of JSON for each.
+
+    compile_forms.py ARCHITECTURE [CASE ..]       e.g. 90 mxfp4
+
+Each: the case, the kernel, the row class, registers and spilled bytes as ptxas says, bytes of shared memory, the load
+instructions and the asynchronous copies by their bytes, and the weights of a thread in a pass of the loop. Sizes are
+those of published models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from compile_expert_ffn import _ALIGNED, ptxas
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tiermoe.kernels.expert_ffn import RowClass
+from tiermoe.kernels.forms import ExpertForm, MatrixForm, layout_bytes
+from tiermoe.kernels.triton.forms import TritonFormKernel
+from tiermoe.kernels.triton.launch import Launch
+
+_TYPES = {
+    torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+}  # fmt: skip
+_QWEN3_30B, _GPT_OSS, _DEEPSEEK_V3 = (2048, 768), (2880, 2880), (7168, 2048)
+
+
+def _plain(kind: str, sizes: tuple[int, int], **options: Any) -> ExpertForm:
+    hidden, neurons = sizes
+    of = MatrixForm(kind, neurons, hidden, **options)
+    return ExpertForm(down=MatrixForm(kind, hidden, neurons, **options), gate=of, up=of)
+
+
+def _gpt_oss(kind: str) -> ExpertForm:
+    hidden, neurons = _GPT_OSS
+    gate_up = MatrixForm(kind, 2 * neurons, hidden)
+    return ExpertForm(down=MatrixForm(kind, hidden, neurons), gate_up=gate_up, interleaved=True, bias="BF16")
+
+
+# label -> the form, the activation
+CASES: dict[str, tuple[ExpertForm, str]] = {
+    "bfloat16": (_plain("bfloat16", _QWEN3_30B), "silu"),
+    "gpt-oss bfloat16": (_gpt_oss("bfloat16"), "gpt_oss"),
+    "fp8_block": (_plain("fp8_block", _QWEN3_30B, scale="BF16"), "silu"),
+    "fp8_block DeepSeek": (_plain("fp8_block", _DEEPSEEK_V3), "silu"),
+    "fp8_channel": (_plain("fp8_channel", _QWEN3_30B, scale="BF16"), "silu"),
+    "fp8_tensor": (_plain("fp8_tensor", _QWEN3_30B), "silu"),
+    "mxfp4": (_gpt_oss("mxfp4"), "gpt_oss"),
+    "nvfp4": (_plain("nvfp4", _QWEN3_30B), "silu"),
+    "int4": (_plain("int", _QWEN3_30B, bits=4, group=128), "silu"),
+    "int4 zeros": (_plain("int", _QWEN3_30B, bits=4, group=128, zeros=True), "silu"),
+    "int4 order": (_plain("int", _QWEN3_30B, bits=4, group=128, zeros=True, order=True), "silu"),
+    "int8": (_plain("int", _QWEN3_30B, bits=8, group=128), "silu"),
+    **{kind: (_plain(kind, _QWEN3_30B), "silu") for kind in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")},
+    "mxfp4_gguf": (_plain("mxfp4_gguf", (2048, 768)), "silu"),
+}
+
+
+@cache
+def kernel_of(case: str) -> TritonFormKernel:
+    form, activation = CASES[case]
+    slots = [torch.empty((1, layout_bytes({name: what})), dtype=torch.uint8) for name, what in form.parts().items()]
+    return TritonFormKernel(slots, form, activation, torch.nn.functional.silu, torch.bfloat16)
+
+
+def compiled(launch: Launch, operands: tuple[torch.Tensor, ...], architecture: int) -> Any:
+    """As a launch compiles it, with aligned pointers and sizes that 16 divides."""
+    kernel, fixed = launch._kernel, {**launch._fixed, "WIDEN": False}
+    names = kernel.arg_names
+    slots = [_TYPES[tensor.dtype] for tensor in operands]
+    tail = ["*bf16", "*i32", "i32"] + ["i32"] * (len(names) - len(slots) - 5 - sum(n in fixed for n in names))
+    types = dict(zip(names, ["*bf16", "*i64", *slots, *tail], strict=False))
+    aligned = {name for name, kind in types.items() if kind.startswith("*") or name in ("H", "STRIDE")}
+    source = ASTSource(
+        fn=kernel, signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in fixed.items() if name in names},
+        attrs={(names.index(name),): _ALIGNED for name in aligned},
+    )  # fmt: skip
+    options = {name: value for name, value in fixed.items() if name not in names}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+def facts_of(case: str, name: RowClass, architecture: int) -> list[dict[str, Any]]:
+    found = []
+    kernel = kernel_of(case)
+    for launch, operands in zip(kernel.products[name], kernel.operands, strict=True):
+        built = compiled(launch, operands, architecture)
+        ptx, fixed = built.asm["ptx"], launch._fixed
+        matrices = 2 if "GATE" in fixed else 1
+        weights = matrices * fixed["N"] * fixed["K"] // (32 * fixed["num_warps"])
+        found.append({
+            "case": case, "kernel": launch.name, "class": name, "sm": architecture, "shared": built.metadata.shared,
+            "weights": weights, "loads": dict(Counter(loads_of(ptx))), "copies": dict(Counter(copies_of(ptx))),
+            "by": sorted({w for w in ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "fma.rn.f32") if w in ptx}),
+            "flushes": ".ftz" in ptx, **ptxas(ptx),
+        })  # fmt: skip
+    return found
+
+
+def loads_of(ptx: str) -> list[int]:
+    """The bytes of each load instruction."""
+    return [
+        int(vector or 1) * int(bits) // 8 for vector, bits in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bu](\d+)", ptx)
+    ]
+
+
+def copies_of(ptx: str) -> list[int]:
+    """The bytes of each asynchronous copy to shared memory."""
+    return [int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\S* \[[^,]*, \[[^,]*, (0x[0-9a-f]+)", ptx)]
+
+
+if __name__ == "__main__":
+    for case in sys.argv[2:] or CASES:
+        for row_class in ("decode", "prefill"):
+            for facts in facts_of(case, row_class, int(sys.argv[1])):  # type: ignore[arg-type]
+                print(json.dumps(facts), flush=True)
