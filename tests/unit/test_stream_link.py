@@ -82,7 +82,8 @@ def test_a_wait_on_a_forwards_way_keeps_the_interpreters_lock(spin_s: float, kep
 
     calls = {"query": query, "synchronize": synchronize}
     pointers = {name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in calls.items()}
-    driver, other, before = _core.Driver(1, addresses | pointers), threading.Thread(target=work), sys.getswitchinterval()
+    driver, other = _core.Driver(1, addresses | pointers), threading.Thread(target=work)
+    before = sys.getswitchinterval()
     other.start()
     sys.setswitchinterval(60.0)
     try:

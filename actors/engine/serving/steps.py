@@ -21,8 +21,8 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 from ....errors import TierMoeError
 from ...policies.routing import SequenceRows
 from ..cuda.runtime import GpuRuntime
-from ..pinned_fetch import PinnedFetch
 from ..model.lengths import lengths_of
+from ..pinned_fetch import PinnedFetch
 from .recorded import Recorded, Unrecorded
 from .repeat import Kept, Repeat
 from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows, to_host
