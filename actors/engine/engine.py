@@ -123,7 +123,7 @@ class ExpertEngine:
         if shared and (problem := device.arena_problem()) is not None:
             shared = 0
             self.notes.append(f"the KV cache has memory of its own: {problem}")
-        self.cache = make_cache(settings, model, device, len(mine), self._clock, shared)
+        self.cache = make_cache(settings, model, device, mine, self._clock, shared)
         # held by a thread that runs forwards, or changes the cache, beside an idle batching loop
         self.alone = threading.Lock()
         self.timeline, self._stats = self.cache.timeline, self.cache.stats

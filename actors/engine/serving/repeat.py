@@ -1,8 +1,8 @@
 """Inputs of decode steps that carry the same requests as the step before.
 
-Each request has one row more in the KV cache. One native call writes the numbers on the host. A GPU gets copies of them
-by kernels on the stream of its step, from pinned memory that is there twice: those of one step are written while those
-of the step before may still be copied.
+Each request has one row more in the KV cache. One native call writes the numbers on the host. Kernels copy them to a
+GPU on the stream of its step, from pinned memory that is there twice: those of one step are written while those of the
+step before may still be copied.
 """
 
 from __future__ import annotations
