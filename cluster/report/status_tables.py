@@ -197,8 +197,7 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
         *_writeback_rows(total),
         *planner_rows(total),
         *(_ndp_rows(total) if plan.get("ndp") else []),
-        ("expert memory", f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
-                          f"{total['slots']} slots for {total['experts']} experts"),
+        ("expert memory", _expert_memory(total)),
         *shared_rows(total),
     ]  # fmt: skip
 

@@ -194,6 +194,15 @@ class ExpertCache:
         if set(held) != set(self.eviction.victims(self.residency.slots, lambda key: True)):
             raise ResidencyError(f"the eviction policy does not know exactly the experts held, {held}")
 
+    def fill_mapped(self) -> None:
+        """Of a `MappedPool`: all experts are resident, each in its own slot, for good."""
+        keys = range(self.where.keys)
+        self.core.preload(keys)
+        self.core.wait_all()
+        self.core.arrive()
+        if any(self.residency.slot(key) != key for key in keys):
+            raise ResidencyError("an expert that runs where it lies is in another's slot")
+
     def close(self) -> None:
         """Stop the link. Safe to call twice."""
         self.link.close()
