@@ -196,11 +196,14 @@ class ExpertCache:
 
     def fill_mapped(self) -> None:
         """Of a `MappedPool`: all experts are resident, each in its own slot, for good."""
-        keys = range(self.where.keys)
-        self.core.preload(keys)
+        self.core.preload(range(self.where.keys))
         self.core.wait_all()
         self.core.arrive()
-        if any(self.residency.slot(key) != key for key in keys):
+        self.check_mapped()
+
+    def check_mapped(self) -> None:
+        """Raise ResidencyError unless each expert is in its own slot, by which kernels of a `MappedPool` find it."""
+        if any(self.residency.slot(key) != key for key in range(self.where.keys)):
             raise ResidencyError("an expert that runs where it lies is in another's slot")
 
     def close(self) -> None:
