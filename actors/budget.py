@@ -132,16 +132,18 @@ class Budget(Settings):
 
     Attributes:
         share: of the bytes of all experts. nbytes: bytes. auto: what is left of the device's memory.
+        mapped: none: experts run where the store maps them, in host memory.
     """
 
     share: float | None = Field(default=None, gt=0, le=1)
     nbytes: int | None = Field(default=None, ge=0)
     auto: AutoBudget | None = None
+    mapped: bool = False
 
     @model_validator(mode="after")
     def _one(self) -> Budget:
-        if sum(term is not None for term in (self.share, self.nbytes, self.auto)) != 1:
-            raise ValueError("a budget is a share, bytes or auto")
+        if sum(term is not None for term in (self.share, self.nbytes, self.auto, self.mapped or None)) != 1:
+            raise ValueError("a budget is a share, bytes, auto or mapped")
         return self
 
     @classmethod
@@ -172,7 +174,7 @@ class Budget(Settings):
         return cls(share=share)
 
     def bytes_of(self, slot_bytes: int, experts: int) -> int:
-        """The budget in bytes, of which a share never loses a whole slot to rounding.
+        """The budget in bytes, of which a share never loses a whole slot to rounding; of mapped experts, all of them.
 
         Args:
             slot_bytes: of one expert. experts: routed ones in all layers.
@@ -182,6 +184,8 @@ class Budget(Settings):
         """
         if self.auto is not None:
             return self.auto.nbytes
+        if self.mapped:
+            return slot_bytes * experts
         if self.share is not None:
             whole_slots = int(self.share * experts + 1e-9)  # 1/3 of three experts is one expert
             nbytes = max(int(self.share * experts * slot_bytes), whole_slots * slot_bytes)

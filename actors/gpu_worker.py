@@ -114,7 +114,7 @@ class GpuWorker:
     def _start(self) -> dict[str, Any]:
         import torch
 
-        from .engine.cache.device import settle_budget
+        from .engine.cache.device import CpuDevice, settle_budget
         from .engine.cache.low_bits import open_replica_weights
         from .engine.cache.sources import open_sources
         from .engine.dense.compile import CompiledDense
@@ -132,7 +132,9 @@ class GpuWorker:
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings, manifest.expert_form)
         torch.set_num_threads(settings.threads)
-        device = self._device = make_device(settings.device, settings.link)
+        mapped = settings.budget.mapped
+        device = CpuDevice(settings.link, "real") if mapped else make_device(settings.device, settings.link)
+        self._device = device
         dtype = compute_dtype(settings.dtype, device.torch_device)
         attention, recorded = attention_of_steps(
             settings.attention, settings.compile, settings.kv.batching, device.torch_device
@@ -162,7 +164,7 @@ class GpuWorker:
         self._begin("probing")
         model = ModelExperts(
             manifest.experts, self._sources.weights, dtype, experts_per_token(self._model.config), manifest.published,
-            low_bit,
+            low_bit, mapped,
         )  # fmt: skip
         links = PeerLinks(self._ndp, self._shards, self._matcher_link())
         self._engine = ExpertEngine(settings, model, blocks, device, links, artifacts, tables)

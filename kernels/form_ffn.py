@@ -62,7 +62,7 @@ class FormLayer(HostLayer):
         self._arrays = [dict(parts) for parts in experts]  # kept alive
         described = [_expert(parts, form) for parts, form in zip(self._arrays, forms, strict=True)]
         layer = (*threads.handle, form_activation(activation), _cpu.form_layer(hidden, intermediate, described))
-        super().__init__(_cpu.form_ffn, layer, len(experts), hidden)
+        super().__init__(_cpu.form_ffn, layer, len(experts), hidden, intermediate, _cpu.form_experts)
 
 
 def form_linear(form: MatrixForm, parts: Parts, x: NDArray[np.float32], threads: Threads) -> NDArray[np.float32]:

@@ -630,7 +630,8 @@ class Layer:
         """Of a native placement."""
 
 class CpuLayer(Layer):
-    def __init__(self, core: Core, kernels: CapsuleType, index: int, experts: int, neurons: int, width: int, max_rows: int, gate_up: int, down: int, activation: int, all: CpuLayers) -> None: ...
+    def __init__(self, core: Core, kernels: CapsuleType, index: int, experts: int, run: CapsuleType, all: CpuLayers) -> None:
+        """run: the experts, as `_cpu.slot_experts`."""
 
     def router(self, weight: int, bias: int, outputs: int, soft: int) -> int:
         """The number of a linear router of these addresses."""

@@ -42,6 +42,7 @@ def describe(
         "experts_per_layer": manifest.experts.num_experts,
         "top_k": engine.top_k,
         "experts": stats.experts,
+        "mapped": settings.budget.mapped,
         "slots": _slots(stats),
         "slot_bytes": engine.slot_bytes,
         "expert_bytes_total": stats.experts * engine.slot_bytes,

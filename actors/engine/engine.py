@@ -156,7 +156,9 @@ class ExpertEngine:
             )
             self._attach_layers(settings, shape, blocks, self._make_rerouter(policy, blocks, artifacts))
             self._at_begin += self._begin_hooks()
-            if policy.preload == "all":
+            if model.mapped:
+                self.cache.fill_mapped()
+            elif policy.preload == "all":
                 self.cache.core.preload(mine)
         except BaseException:
             self.close()
@@ -308,7 +310,7 @@ class ExpertEngine:
         )
         peer_named = self._peer if self.shards is not None or self.ndp is not None else None
         views = self._make_views(blocks, rerouter)
-        if self.device.executor == "real":
+        if self.device.torch_device.type == "cuda":
             row = torch.zeros(1, shape.hidden, dtype=cache.pool.dtype, device=self.device.torch_device)
             views.warm(len(blocks), row, self.top_k)
         backend = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 
@@ -22,9 +23,9 @@ from .cache.form_slots import FormPool, FormWeights
 from .cache.links import CacheLink, Carrier, loader_link
 from .cache.loader import Loader
 from .cache.low_bits import ReplicaWeights, make_part
-from .cache.places import linkable, thread_link
+from .cache.places import linkable, mapped_link, thread_link
 from .cache.slot_map import SlotMap
-from .cache.slots import ExpertSource, LayerWeights, SlotMemory, SlotPool
+from .cache.slots import ExpertSource, LayerWeights, MappedPool, SlotMemory, SlotPool
 from .cuda.device import CudaDevice
 from .cuda.stream_link import stream_link
 from .stats import EngineStats, LayerStats, Timeline
@@ -37,6 +38,7 @@ class ModelExperts:
     shape: of one. sources: of each MoE layer's experts. dtype: of the compute. top_k: experts per token.
     published: their forms, which slots hold as they are; None: slots hold neurons in `dtype`.
     replicas: in low bits, with slots of their own within the budget; None: no policy loads them.
+    mapped: experts run where the store maps them, without slots; all sources are of this node.
     """
 
     shape: ExpertShape
@@ -45,11 +47,15 @@ class ModelExperts:
     top_k: int = 1
     published: Published | None = None
     replicas: ReplicaWeights | None = None
+    mapped: bool = False
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Of a slot for a whole expert."""
-        return self.shape.nbytes(self.dtype.itemsize) if self.published is None else self.published.slot_bytes
+        """Of a slot for a whole expert; of mapped ones, of an expert as stored."""
+        if self.published is not None:
+            return self.published.slot_bytes
+        item = cast(LayerWeights, self.sources[0]).tensors[0].itemsize if self.mapped else self.dtype.itemsize
+        return self.shape.nbytes(item)
 
 
 def make_cache(
@@ -78,7 +84,7 @@ def make_cache(
     bought = divide(policy, settings.budget, sizes, len(keys))
     stats = EngineStats(
         layers=[LayerStats() for _ in range(layers)],
-        expert_budget_bytes=bought.budget,
+        expert_budget_bytes=0 if model.mapped else bought.budget,
         slots=bought.slots,
         experts=layers * shape.num_experts,
         executor=device.executor,
@@ -87,8 +93,10 @@ def make_cache(
     memory = SlotMemory(device, bought.slots, most) if most > bought.slots else None
     try:
         part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
-        pool: SlotPool | FormPool
-        if model.published is None:
+        pool: SlotPool | FormPool | MappedPool
+        if model.mapped:
+            pool = MappedPool(_on_this_node(model.sources), shape, model.dtype, model.published)
+        elif model.published is None:
             pool = SlotPool.allocate(shape, bought.slots, model.dtype, device.torch_device, memory)
         else:
             pool = FormPool.allocate(model.published, bought.slots, model.dtype, device.torch_device, memory)
@@ -113,6 +121,17 @@ def make_cache(
     )
 
 
+def _on_this_node(sources: Sequence[ExpertSource]) -> list[LayerWeights | FormWeights]:
+    """The sources as mapped experts. Raises ConfigError: some are on other nodes."""
+    found = [source for source in sources if isinstance(source, LayerWeights | FormWeights)]
+    if len(found) < len(sources):
+        raise ConfigError(
+            f"{len(sources) - len(found)} layers of experts are on other nodes, and none is mapped here",
+            "give a --budget, so that they are loaded",
+        )
+    return found
+
+
 def make_link(
     device: Device, where: SlotMap, settings: CopySettings | None = None, keys: Sequence[int] | None = None
 ) -> CacheLink:
@@ -121,6 +140,8 @@ def make_link(
     settings: of copies to a GPU; None: the defaults. keys: of the experts that are copied; None: all.
     """
     pool, weights = where.pool, where.weights
+    if isinstance(pool, MappedPool):
+        return mapped_link(where)
     if isinstance(device, CpuDevice) and linkable(pool, weights):
         rate = 0.0 if device.link.gbps is None else device.link.gbps * 1e9
         return thread_link(where, rate, device.link.latency_us * 1e-6)

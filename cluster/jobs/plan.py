@@ -99,7 +99,7 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
             config = on_this_machine(config)
         except ConfigError as refused:  # of a start; the plan of what would fit is still useful
             notes.append(str(refused))
-    if not here and config.budget is None:  # the default is by this machine's GPU
+    if not here and config.budget is None and not config.maps_experts:  # the default is by this machine's GPU
         config = config.model_copy(update={"budget": DEFAULT_BUDGET})
     settings = engine_settings(config)  # refused before a hub is asked
     config = located(config, "sizes")
@@ -135,7 +135,7 @@ def plan(
 
 
 @with_options(
-    "model", "policy", "budget", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
+    "model", "policy", "budget", "emulate", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
     "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(

@@ -1,4 +1,8 @@
-"""What a start decides, by the model's sizes and the nodes: the default policy and the terms of `budget: auto`.
+"""What a start decides, by the model's sizes and the nodes: where experts run without a GPU, the default policy and the
+terms of `budget: auto`.
+
+Without a GPU, and without anything that asks for the stand-in (`RunConfig.stands_in`), experts run where the store maps
+them: there is no budget, nothing is copied, and no policy has anything to decide.
 
 The default policy is `next-gate` where copies are quick, else `auto`, which plans a layer in Python: 0.2 ms a layer on
 a CPU and 0.55 beside a GPU. Where copies are quick there is too little to save: `auto` took 1.04 (35 us a copy, latency
@@ -15,7 +19,7 @@ from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes, g
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
 from ...actors.slot_budget import least_bytes
-from ..config import AUTO, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
+from ..config import AUTO, DEFAULT_BUDGET, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
 from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
 
 _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
@@ -24,7 +28,7 @@ _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each o
 def decided(
     config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
 ) -> tuple[EngineSettings, tuple[str, ...]]:
-    """The settings with the default policy and the budget `auto` resolved, and a note that says why that policy.
+    """The settings with the default policy and budget resolved, and a note that says why these.
 
     A policy and a budget that were given stay.
 
@@ -35,6 +39,10 @@ def decided(
         BudgetError: too little for one expert; the message has every term. ConfigError: the memory is not known.
     """
     gpu, why = wants_gpu(settings, nodes), tuple[str, ...]()
+    if settings.budget.mapped:
+        if not gpu:
+            return settings, ("without a GPU, experts run where the store maps them; --emulate stands in for a GPU",)
+        settings = settings.model_copy(update={"budget": Budget.parse(DEFAULT_BUDGET)})
     if config.policy == DEFAULT_POLICY:
         name, reason = _choice(config, facts.slot_bytes(compute_item_bytes(settings, gpu)), gpu)
         policy = chosen_policy(name)

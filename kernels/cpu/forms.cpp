@@ -149,7 +149,7 @@ class Pass {
         dots(e.down, first, 1, count, item, item.down_x, y, thread);
         for (int r = 0; r < item.rows; ++r) {
             const std::int64_t p = item.start + r;
-            float *out = batch_.out + batch_.rows[p] * layer_.hidden + first, *at = y + r * kFormOutputs;
+            float *out = batch_.row_of_out(p, layer_.hidden) + first, *at = y + r * kFormOutputs;
             if (e.down_bias)
                 for (std::int64_t k = 0; k < count; ++k) at[k] += element(e.bias_type, e.down_bias, first + k);
             for (std::int64_t k = 0; k < count; ++k) out[k] += batch_.weights[p] * at[k];
@@ -217,7 +217,7 @@ void form_ffn(Threads& threads, int set, const FormLayer& layer, Activation acti
     auto* own = static_cast<float*>(threads.scratch(static_cast<std::size_t>(threads.count() * scratch + room) * sizeof(float)));
     float* shared = own + threads.count() * scratch;
     Pass pass(threads, kernels_of(set), layer, activation, batch, items, scratch, own);
-    std::memset(batch.out, 0, static_cast<std::size_t>(batch.tokens * layer.hidden) * sizeof(float));
+    batch.zero(layer.hidden);
     for (std::size_t first = 0, last; first < items.size(); first = last) {
         std::int64_t used = 0;
         for (last = first; last < items.size() && used + item_floats(items[last]) <= room; ++last) {

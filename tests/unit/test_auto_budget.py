@@ -159,12 +159,13 @@ def test_nvidia_smi_says_what_is_free(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_it_is_the_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == Budget(share=0.25)
+    assert engine_settings(load_run_config(None, {"emulate": True})).budget == Budget(share=0.25)
     monkeypatch.setattr(configs, "has_gpu", lambda: True)
     monkeypatch.setattr(configs, "gpus_free_bytes", lambda: (GIB,))
     assert engine_settings(load_run_config(None, {"threads": 1})).budget == Budget(auto=AutoBudget())
     assert engine_settings(load_run_config(None, {"threads": 1, "budget": "6GiB"})).budget == Budget(nbytes=6 * GIB)
-    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == Budget(share=0.25)
+    assert engine_settings(load_run_config(None, {"emulate": True})).budget == Budget(share=0.25)
+    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == Budget(mapped=True)
     assert engine_settings(run_config(None)).budget == Budget(share=0.25)  # of benchmarks: comparable between devices
     monkeypatch.setattr(configs, "gpus_free_bytes", lambda: ())
     assert engine_settings(load_run_config(None, {"threads": 1})).budget == Budget(share=0.25)
