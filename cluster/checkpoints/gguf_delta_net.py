@@ -41,8 +41,8 @@ def linear_attention(architecture: str, config: Any) -> dict[str, _Part]:
         return torch.cat([tensor[:first], together(tensor[first:], value)])
 
     def by_key_head(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        q, k, v, z = *tensors[0].split((first // 2, first // 2, rows)), tensors[1]
-        return torch.cat([part.unflatten(0, (keys, -1)) for part in (q, k, v, z)], dim=1).flatten(0, 1)
+        parts = [*tensors[0].split((first // 2, first // 2, rows)), tensors[1]]  # queries, keys, values, gates
+        return torch.cat([part.unflatten(0, (keys, -1)) for part in parts], dim=1).flatten(0, 1)
 
     found: dict[str, _Part] = {
         "dt_bias": ({"ssm_dt.bias": (values,)}, lambda t: together(t[0], 1)),

@@ -118,6 +118,21 @@ def test_linear_attention(model_type: str, architecture: str, beside: bool, tmp_
 
 
 @pytest.mark.parametrize(
+    ("keys", "named"),
+    [({"ssm.state_size": None}, "ssm.state_size"), ({"ssm.group_count": 1}, "blk.0.ssm_conv1d.weight"),
+     ({"full_attention_interval": 3}, "blk.1.ssm_dt.bias"), ({"ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms"),
+     ({"rope.dimension_sections": [2, 1, 1, 4]}, "dimension_sections")],
+)  # fmt: skip
+def test_linear_attention_that_is_refused(keys: dict[str, Any], named: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "head_dim": 16}
+    plain = save_tiny_checkpoint("qwen3_5_moe_text", tmp_path / "plain", **sizes)
+    file, _ = write_gguf(plain, tmp_path / "gguf", "qwen35moe", lambda name: "F32")
+    full = {f"qwen35moe.{key}": value for key, value in keys.items()}
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        logits(locate(str(rewrite(file, tmp_path / "out" / "m.gguf", full)[0])), PROMPT)
+
+
+@pytest.mark.parametrize(
     ("model_type", "architecture", "beside", "sizes"),
     [("hunyuan_v1_moe", "hunyuan-moe", True, {}), ("ernie4_5_moe", "ernie4_5-moe", True, {}),
      ("lfm2_moe", "lfm2moe", True, {"tie_word_embeddings": True}), ("qwen3_moe", "qwen3vlmoe", False, {})],
