@@ -133,7 +133,7 @@ class Drafts(Options):
     own_keys = ("policy", "budget", "link", "drafts")
     model: Model = None
     repeats: Repeats = 5
-    policy: str = Field("default", description="Of both.")
+    policy: str = Field("next-gate", description="Of both; its tokens must not depend on where an expert ran.")
     budget: Budget = "0.25"
     link_gbps: tuple[Annotated[float, Ge(0.001)], ...] = Field(
         (2.0, 16.0), description="Emulated link, 1e9 bytes per second; repeat it."

@@ -60,7 +60,7 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
 
 SERVING = {
     "overhead", "host", "prefetch", "ttft", "turns", "scale", "ndp", "default", "compare", "fmoe", "moepic",
-    "activeevict", "buddymoe", "auto-emulated", "quality",
+    "activeevict", "buddymoe", "auto-emulated", "quality", "drafts",
 }  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     assert names == [
         "serve", "compare", "overhead", "host", "ttft", "turns", "scale", "activeevict", "auto-emulated",
         "buddymoe", "default", "fmoe", "moepic", "ndp", "prefetch", "presets", "papers", "redraw", "gpu",
-        "core", "validation", "auto", "channel", "kernel",
+        "drafts", "core", "validation", "auto", "channel", "kernel",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(bench_commands.bench_app, [name, "--help"])

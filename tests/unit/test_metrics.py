@@ -14,6 +14,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiermoe
+from tiermoe.actors.engine.stats import EngineStats
+from tiermoe.actors.policies.drafts import DraftStats
+from tiermoe.cluster.api.metrics import RuntimeCounters
 
 _DASHBOARD = Path(tiermoe.__file__).parent / "configs" / "grafana" / "tiermoe.json"
 
@@ -94,3 +97,13 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         assert not own & cells
         assert at["x"] + at["w"] <= 24
         cells |= own
+
+
+def test_drafts_are_counted() -> None:
+    counters = RuntimeCounters()
+    counters.stats = EngineStats(drafts=DraftStats(4, 20, 14, 48.0, -0.25)).as_dict()
+    found = {sample.name: sample.value for family in counters.collect() for sample in family.samples}
+    names = ("steps_total", "tokens_total", "accepted_tokens_total", "extra_experts_total", "saved_seconds")
+    assert [found[f"tiermoe_draft_{name}"] for name in names] == [4, 20, 14, 48.0, -0.25]
+    counters.stats = EngineStats().as_dict()
+    assert not any("draft" in family.name for family in counters.collect())

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.policies.drafts import DraftStats
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.cluster.attach import actor_records
 from tiermoe.cluster.config import engine_settings, load_policy, load_run_config
@@ -246,6 +247,21 @@ def test_the_hit_rate_is_a_share_of_all_needed_experts(
     summary, brief = (" ".join(_text(table(record | request)).split()) for table in (summary_table, brief_table))
     _shows(summary, f"expert hit rate {said}")
     _shows(brief, f"experts {shares[0]:.1%} hits")
+
+
+def test_the_summary_says_what_drafts_gave() -> None:
+    plan = fake_plan(_SETTINGS, "store") | {"drafts": {"kind": "auto", "tokens": 7}}
+    request = {"ttft_s": 0.5, "tpot_s": None, "startup_s": 2.0, "lossless": True, "prompt_tokens": 3, "plan": plan}
+    request |= {"generated_tokens": 1, "finish": "length", "policy": "auto"}
+    for drafts, said in [
+        (DraftStats(4, 20, 14, 48.0, 0.25), "drafts 3.5 of 5.0 tokens accepted a step, in 4 steps; 12 experts more"),
+        (DraftStats(4, 20, 0, 48.0, -0.25), "a step; 250.0 ms lost"),
+    ]:
+        record = json.loads(json.dumps(EngineStats(layers=[LayerStats()], drafts=drafts).as_dict()))
+        _shows(" ".join(_text(summary_table(record | request)).split()), said)
+    unused = EngineStats(layers=[LayerStats()], drafts=DraftStats()).as_dict()
+    assert "drafts" not in _text(summary_table(unused | request))
+    _shows(" ".join(_text(plan_table(plan)).split()), "drafts up to 7 tokens from the request's own text")
 
 
 def test_before_the_first_request_nothing_is_a_hit() -> None:
