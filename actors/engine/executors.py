@@ -3,7 +3,7 @@
     kernel of the layer                                   executor
     C++ on float32 slots, no norm behind the experts      CpuExecutor: many rows and replicas by Python's kernels
     Triton's, no norm, no replicas                        GpuExecutor: other types and row counts by Python's kernels
-    others (dtypes, forms on the CPU, norms, replicas)    layer.PythonExecutor
+    others (dtypes, published forms, norms, replicas)     layer.PythonExecutor
 
 A layer's rule and what looks ahead are native where native code has them (`native` of a hook), else Python's.
 """
