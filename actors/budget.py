@@ -1,7 +1,7 @@
 """The budget of a device's expert memory, and the byte arithmetic of `budget: auto`: what of a device's free memory is
 left for experts, and how expert slots and KV cache share it while requests come and go. Without torch.
 
-    experts = min(all, (free - leads x (dense + kv + activations) - mapped - processes - margin) / devices)
+    experts = min(all, (free - leads x (dense + kv + activations + graphs) - mapped - processes - margin) / devices)
     margin  = MARGIN_BYTES + MARGIN_SHARE of what is free
 
 On a GPU each process asks its own for the free memory, which other processes' use lowers, before it loads anything. The
@@ -25,6 +25,10 @@ from ..errors import BudgetError, ConfigError, size
 from .base_settings import Settings
 
 MARGIN_BYTES, MARGIN_SHARE = 512 << 20, 0.05  # workspaces of libraries; fragmentation, and what others take meanwhile
+GRAPH_ROWS = 16  # a decode step of more rows is not recorded
+_GRAPH_KEYS = 512  # of the shortest class of contexts; each next class is of twice as many (`attention.SPLIT`)
+_GRAPH_BYTES = 384 << 10  # of one graph on the device, estimated: 1,200 of them took 0.3 to 0.6 GB
+_MOST_RECORDINGS = 24
 _UNITS = {
     "B": 1,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -40,7 +44,7 @@ class AutoBudget(Settings):
     Attributes:
         free: of the device. None: not known yet.
         final: whether `free` holds; else the worker asks its device, and this is what the plan assumes.
-        dense, kv, activations: of each lead; activations of the largest forward.
+        dense, kv, activations, graphs: of each lead; activations of the largest forward, and recorded decode steps.
         mapped, processes: host memory of mapped experts, and of the run's processes, where they share it with slots.
         leads, devices: that take their share of this memory.
         slot: of one expert. least: that the policy needs on each device (`slot_budget`). most: of all experts.
@@ -52,6 +56,7 @@ class AutoBudget(Settings):
     dense: int = 0
     kv: int = 0
     activations: int = 0
+    graphs: int = 0
     mapped: int = 0
     processes: int = 0
     leads: int = Field(default=1, ge=0)
@@ -66,7 +71,7 @@ class AutoBudget(Settings):
         """With the free memory of a worker's own device. lead: whether dense weights and KV cache go there."""
         if self.final:
             return self
-        own = self if lead else self.model_copy(update={"dense": 0, "kv": 0})
+        own = self if lead else self.model_copy(update={"dense": 0, "kv": 0, "graphs": 0})
         return own.model_copy(update={"free": free, "final": True})
 
     @property
@@ -83,7 +88,7 @@ class AutoBudget(Settings):
             )
         taken = {
             "dense": self.leads * self.dense, "kv": self.leads * self.kv, "activations": self.leads * self.activations,
-            "mapped": self.mapped, "processes": self.processes,
+            "graphs": self.leads * self.graphs, "mapped": self.mapped, "processes": self.processes,
             "margin": MARGIN_BYTES + int(MARGIN_SHARE * self.free),
         }  # fmt: skip
         left = (self.free - sum(taken.values())) // self.devices
@@ -127,16 +132,18 @@ class Budget(Settings):
 
     Attributes:
         share: of the bytes of all experts. nbytes: bytes. auto: what is left of the device's memory.
+        mapped: none: experts run where the store maps them, in host memory.
     """
 
     share: float | None = Field(default=None, gt=0, le=1)
     nbytes: int | None = Field(default=None, ge=0)
     auto: AutoBudget | None = None
+    mapped: bool = False
 
     @model_validator(mode="after")
     def _one(self) -> Budget:
-        if sum(term is not None for term in (self.share, self.nbytes, self.auto)) != 1:
-            raise ValueError("a budget is a share, bytes or auto")
+        if sum(term is not None for term in (self.share, self.nbytes, self.auto, self.mapped or None)) != 1:
+            raise ValueError("a budget is a share, bytes, auto or mapped")
         return self
 
     @classmethod
@@ -167,7 +174,7 @@ class Budget(Settings):
         return cls(share=share)
 
     def bytes_of(self, slot_bytes: int, experts: int) -> int:
-        """The budget in bytes, of which a share never loses a whole slot to rounding.
+        """The budget in bytes, of which a share never loses a whole slot to rounding; of mapped experts, all of them.
 
         Args:
             slot_bytes: of one expert. experts: routed ones in all layers.
@@ -177,6 +184,8 @@ class Budget(Settings):
         """
         if self.auto is not None:
             return self.auto.nbytes
+        if self.mapped:
+            return slot_bytes * experts
         if self.share is not None:
             whole_slots = int(self.share * experts + 1e-9)  # 1/3 of three experts is one expert
             nbytes = max(int(self.share * experts * slot_bytes), whole_slots * slot_bytes)
@@ -196,8 +205,8 @@ def in_words(terms: Mapping[str, int], chunk: int, tokens: int) -> str:
     """The sum of `AutoBudget.terms` as text."""
     what = {
         "dense": "dense weights", "kv": f"KV cache of {tokens} tokens",
-        "activations": f"activations of {chunk} tokens at once", "mapped": "mapped experts", "processes": "processes",
-        "margin": "margin",
+        "activations": f"activations of {chunk} tokens at once", "graphs": "decode graphs", "mapped": "mapped experts",
+        "processes": "processes", "margin": "margin",
     }  # fmt: skip
     taken = ", ".join(f"{size(terms[name])} {label}" for name, label in what.items() if terms[name])
     left = terms["experts"]
@@ -329,3 +338,23 @@ def activation_bytes(of: ModelSizes, rows: int, kv_tokens: int, seqs: int, item:
     experts = rows * of.top_k * (3 * of.intermediate + 2 * of.hidden) + 2 * of.expert
     logits = rows * of.vocabulary * item + 3 * min(rows, seqs) * of.vocabulary * 4  # sampling is in float32
     return item * (stream + mask + max(attended, experts, 3 * rows * of.mlp)) + logits
+
+
+def most_recordings(seqs: int, tokens: int) -> int:
+    """Decode steps that are kept as CUDA graphs at most: one for each number of rows and each class of contexts.
+
+    Args:
+        seqs: requests of a forward at most. tokens: that the KV cache holds.
+    """
+    classes = 1 + (-(-tokens // _GRAPH_KEYS) - 1).bit_length()
+    return min(_MOST_RECORDINGS, min(seqs, GRAPH_ROWS) * classes)
+
+
+def graph_bytes(of: ModelSizes, layers: int, seqs: int, tokens: int, item: int) -> int:
+    """Bytes of all recorded decode steps: a graph before, between and behind the experts, and the step's logits.
+
+    Args:
+        layers: MoE layers. seqs, tokens: as in `most_recordings`. item: bytes of a number.
+    """
+    logits = min(seqs, GRAPH_ROWS) * of.vocabulary * item
+    return most_recordings(seqs, tokens) * ((layers + 1) * _GRAPH_BYTES + logits)

@@ -20,8 +20,10 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError, NotServing, RuntimeFailure, StoreError, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
+from .budget import most_recordings
 from .combinations import check_combination
 from .engine.serving.streams import Outbox, Stream
+from .policies.drafts import DraftPricing
 from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .settings import Attention, EngineSettings, KvSettings
 from .store.artifacts import map_shape
@@ -112,7 +114,7 @@ class GpuWorker:
     def _start(self) -> dict[str, Any]:
         import torch
 
-        from .engine.cache.device import settle_budget
+        from .engine.cache.device import CpuDevice, settle_budget
         from .engine.cache.low_bits import open_replica_weights
         from .engine.cache.sources import open_sources
         from .engine.dense.compile import CompiledDense
@@ -130,7 +132,9 @@ class GpuWorker:
         settings, manifest = self._settings, self._view.manifest
         check_combination(settings, manifest.expert_form)
         torch.set_num_threads(settings.threads)
-        device = self._device = make_device(settings.device, settings.link)
+        mapped = settings.budget.mapped
+        device = CpuDevice(settings.link, "real") if mapped else make_device(settings.device, settings.link)
+        self._device = device
         dtype = compute_dtype(settings.dtype, device.torch_device)
         attention, recorded = attention_of_steps(
             settings.attention, settings.compile, settings.kv.batching, device.torch_device
@@ -160,7 +164,7 @@ class GpuWorker:
         self._begin("probing")
         model = ModelExperts(
             manifest.experts, self._sources.weights, dtype, experts_per_token(self._model.config), manifest.published,
-            low_bit,
+            low_bit, mapped,
         )  # fmt: skip
         links = PeerLinks(self._ndp, self._shards, self._matcher_link())
         self._engine = ExpertEngine(settings, model, blocks, device, links, artifacts, tables)
@@ -174,8 +178,8 @@ class GpuWorker:
             settings.attention,
         )  # fmt: skip
         if recorded:
-            self._engine.notes += _record(self._model, self._batcher)
-        self._engine.notes += self._dense.settle()
+            self._engine.notes += _record(self._model, self._batcher, settings.kv)
+        self._engine.notes += _draft(settings, self._engine, self._batcher) + self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             with self._engine.alone:
                 self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
@@ -405,7 +409,7 @@ def _problem(refusal: StoreError | None) -> dict[str, str]:
     return {} if refusal is None else {"problem": refusal.what, "remedy": refusal.remedy}
 
 
-def _record(model: Any, batcher: Any) -> list[str]:
+def _record(model: Any, batcher: Any, kv: KvSettings) -> list[str]:
     """Replay decode steps as CUDA graphs from now on, and try one request; notes for the plan.
 
     Raises:
@@ -416,7 +420,7 @@ def _record(model: Any, batcher: Any) -> list[str]:
     if batcher.attention != "triton":
         because = batcher.unpaged_because or "its attention takes another kernel"
         return [f"decode steps are no CUDA graphs: {because}"]
-    recorded = Recorded(model)
+    recorded = Recorded(model, most_recordings(kv.max_num_seqs, kv.num_blocks * kv.page_size))
     batcher.record(recorded)
     sampling = SamplingParams(max_tokens=8, ignore_eos=True)
     for event in batcher.submit(GenerationRequest("record", (0, 0, 0), sampling, read_prefix_cache=False)):
@@ -427,6 +431,17 @@ def _record(model: Any, batcher: Any) -> list[str]:
     if not recorded.replays and recorded.problem is None:
         recorded.problem = "this version of transformers makes each step anew"
     return [] if recorded.problem is None else [f"decode steps are no CUDA graphs: {recorded.problem}"]
+
+
+def _draft(settings: EngineSettings, engine: Any, batcher: Any) -> list[str]:
+    """Verify drafts from now on, where the settings ask for it; notes for the plan."""
+    drafts, stepped = settings.drafts, settings.link.layer_us is not None
+    if drafts.kind == "off" or (drafts.kind == "auto" and (stepped or not settings.policy.lossless)):
+        return []
+    pricing = DraftPricing(drafts.tokens, engine.experts, engine.top_k)
+    because = batcher.draft(pricing, engine.decode_counts)
+    engine.stats().drafts = pricing.stats if because is None else None
+    return [] if because is None else [f"no tokens are drafted: {because}"]
 
 
 def _end_process(error: BaseException) -> None:

@@ -269,6 +269,22 @@ class KvSettings(Settings):
         return self.max_model_len or self.page_size * self.num_blocks
 
 
+class DraftSettings(Settings):
+    """Tokens that are guessed from the text and verified together (`policies.drafts`)."""
+
+    panel = "Model"
+
+    kind: Literal["auto", "ngram", "off"] = Field(
+        default="off",
+        description="drafted tokens, verified in one pass; ngram: those that followed the last ones before, as many as "
+        "pay; auto: ngram, but not with a policy that is lossy; off: none",
+    )
+    tokens: int = Field(
+        default=7, ge=1, le=63, description="most drafted tokens of a request in a pass",
+        json_schema_extra=in_unit("tokens"),
+    )  # fmt: skip
+
+
 class EngineOptions(Settings):
     """Options of a configuration file that the engine reads unchanged."""
 
@@ -283,6 +299,7 @@ class EngineOptions(Settings):
     link: LinkSettings = LinkSettings()
     copies: CopySettings = CopySettings()
     kv: KvSettings = KvSettings()
+    drafts: DraftSettings = DraftSettings()
     ndp: NdpSettings = NdpSettings()
     matcher: MatcherSettings = MatcherSettings()
     attention: Attention = Field(
@@ -301,6 +318,13 @@ class EngineOptions(Settings):
         "a CPU native where a measurement at start shows equal results and more speed; else off",
     )
     integrity_checks: bool = Field(default=False, description="check the cache's invariants after every forward pass")
+
+    @property
+    def asks_for_graphs(self) -> bool:
+        """Whether a GPU's decode steps are to be CUDA graphs, as far as settings say."""
+        if self.compile == "graphs":
+            return True
+        return self.compile == "auto" and self.attention in ("auto", "triton") and self.kv.batching != "serial"
 
 
 class EngineSettings(EngineOptions):

@@ -126,6 +126,25 @@ class Scale(Served):
     ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
 
 
+class Drafts(Options):
+    """Prompt-lookup drafts against none: tokens a second of code edits and of prose, by link."""
+
+    measure = "drafts.drafts"
+    own_keys = ("policy", "budget", "link", "drafts")
+    model: Model = None
+    repeats: Repeats = 5
+    policy: str = Field("default", description="Of both.")
+    budget: Budget = "0.25"
+    link_gbps: tuple[Annotated[float, Ge(0.001)], ...] = Field(
+        (2.0, 16.0), description="Emulated link, 1e9 bytes per second; repeat it."
+    )
+    prompts: int = Field(2, ge=1, description="Texts of each kind in a round.")
+    prompt_tokens: int = Field(280, ge=16, description="Tokens of each prompt.")
+    max_tokens: Tokens = 160
+    tokens: int = Field(7, ge=1, le=63, description="Most drafted tokens (drafts.tokens).")
+    config: Config = None
+
+
 class Core(Options):
     """Microseconds of the core in a layer, by preset, and by order of eviction; layer steps of the simulator."""
 
@@ -195,6 +214,6 @@ class Kernel(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale,
-    "core": Core, "validation": Validation, "auto": Auto, "channel": Channel,
+    "drafts": Drafts, "core": Core, "validation": Validation, "auto": Auto, "channel": Channel,
     "kernel": Kernel,
 }  # fmt: skip

@@ -128,6 +128,8 @@ class InstantGpu:
     def synchronize(self, event: _core.InstantEvent) -> None:
         event.synchronize()
 
+    wait = synchronize
+
     def elapsed_s(self, earlier: _core.InstantEvent, later: _core.InstantEvent) -> float:
         return 0.0
 

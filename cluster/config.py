@@ -40,6 +40,7 @@ _GPU_WORKER_THREADS = 4
 DEFAULT_LINK = LinkSettings(gbps=16.0, latency_us=10.0)  # of every command: a PCIe 4.0 x8
 AUTO, DEFAULT_BUDGET = "auto", "0.25"
 DEFAULT_POLICY = "default"  # `auto` or `next-gate`: `topology.decided` decides, with the model and the nodes
+MAPPED = "all-resident"  # the policy of experts that run where the store maps them
 STEPPED = "next-gate"  # the default policy with `link.layer_us`
 QUICK_COPY_US = 60.0  # of one expert: below, `next-gate` is the default
 
@@ -136,9 +137,14 @@ class RunConfig(EngineOptions):
         default=None,
         description="expert memory of each GPU: a share of the experts such as 25%, a size such as 512MiB, or auto: "
         "its free memory less dense weights, KV cache, activations and a margin; default: auto on a GPU of this "
-        "machine, else 25%",
+        "machine; on a CPU none, experts run where the store maps them; 25% with emulate",
         json_schema_extra=in_panel("Memory", "share or bytes"),
     )
+    emulate: bool = Field(
+        default=False, description="have the CPU stand in for a GPU, with expert slots behind a throttled link; also "
+        "where policy, budget, link, ndp, ndp_workers, shards or the place of stores is given",
+        json_schema_extra=in_panel("Emulation"),
+    )  # fmt: skip
     threads: int | None = Field(
         default=None, ge=1, le=1024, json_schema_extra=in_unit("threads"),
         description="CPU threads of the worker; default: cores - 1; on a GPU host, at most 4",
@@ -166,6 +172,27 @@ class RunConfig(EngineOptions):
         link = given.get("link")
         layer_us = link.get("layer_us") if isinstance(link, Mapping) else getattr(link, "layer_us", None)
         return given if layer_us is None else {**given, "policy": STEPPED}
+
+    @model_validator(mode="after")
+    def _on_the_cpu(self) -> RunConfig:
+        if self.emulate and self.device == "cuda":
+            raise ValueError("emulate has the CPU stand in for a GPU, but device is cuda: leave one of them out")
+        return self
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the CPU is asked to stand in for a GPU: by `emulate`, or by something that only slots have."""
+        store = self.cluster.store
+        return (
+            self.emulate or self.budget is not None or self.policy != DEFAULT_POLICY or self.asks_for_auto
+            or not self.model_fields_set.isdisjoint({"link", "ndp"}) or self.cluster.shards > 1
+            or store.layout != "replicated" or store.nodes != "workers"
+        )  # fmt: skip
+
+    @property
+    def maps_experts(self) -> bool:
+        """Whether experts run where the store maps them; where a Ray is joined, unless its nodes have GPUs."""
+        return not (self.stands_in or self.device == "cuda" or self._on_a_gpu_here)
 
     @property
     def asks_for_auto(self) -> bool:
@@ -238,7 +265,8 @@ class RunConfig(EngineOptions):
     @property
     def _on_a_gpu_here(self) -> bool:
         """Whether the worker runs on a GPU of this machine; of a cluster that is joined nothing is known here."""
-        return self.ray.address is None and (self.device == "cuda" or (self.device == "auto" and has_gpu()))
+        auto = self.device == "auto" and not self.emulate and has_gpu()
+        return self.ray.address is None and (self.device == "cuda" or auto)
 
 
 def configs_dir() -> Path:
@@ -331,7 +359,7 @@ def on_this_machine(config: RunConfig) -> RunConfig:
     if config.device == "cuda" and not has_gpu():
         raise absent()
     # Ray counts a GPU for each entry of CUDA_VISIBLE_DEVICES, also for one that hides them all
-    return config.model_copy(update={"device": "cpu"}) if hidden() else config
+    return config.model_copy(update={"device": "cpu"}) if hidden() or config.emulate else config
 
 
 def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings:
@@ -342,8 +370,9 @@ def engine_settings(config: RunConfig, *, trace: bool = False) -> EngineSettings
             local Ray for one that is joined.
         BudgetError: budget malformed, or too small for the policy.
     """
-    policy = chosen_policy(config.policy)
-    budget = Budget.parse(config.chosen_budget, auto=True)
+    mapped = config.maps_experts
+    policy = chosen_policy(MAPPED if mapped else config.policy)
+    budget = Budget(mapped=True) if mapped else Budget.parse(config.chosen_budget, auto=True)
     _check_ray(config, policy)
     resolved = {"threads": config.ndp_threads, "hardware": asdict(load_hardware(config.ndp.hardware))}
     settings = EngineSettings(

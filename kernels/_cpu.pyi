@@ -22,6 +22,13 @@ def expert_ffn(hidden: int, gate_up: int, down: int, pairs: int, pair_count: int
     Raises ValueError: a group, a pair, a neuron, the width or the activation is out of range.
     """
 
+def slot_experts(gate_up: int, down: int, neurons: int, width: int, activation: int, max_rows: int) -> CapsuleType:
+    """
+    Experts of float32 slots for the core's executor, of so many neurons each; see experts.hpp.
+
+    Raises ValueError: a number is out of range.
+    """
+
 def combine(y: int, weights: int, tokens: int, top_k: int, width: int, out: int) -> None:
     """Weighted sum of each token's pairs; see expert_ffn.hpp."""
 
@@ -170,6 +177,16 @@ def form_ffn(threads: Pool, set_number: int, activation: int, layer: FormExperts
     """
     Raises ValueError: an array of another shape, type or layout; a number or an order out of range.
     """
+
+def full_experts(threads: Pool, set_number: int, activation: int, hidden: int, neurons: int, experts: int, element: int, gate_up: int, down: int, first: int, max_rows: int) -> CapsuleType:
+    """
+    Experts of slots from `first` on for the core's executor; see experts.hpp. What is given stays with the caller.
+
+    Raises ValueError: a number is out of range.
+    """
+
+def form_experts(threads: Pool, set_number: int, activation: int, layer: FormExperts, first: int, max_rows: int) -> CapsuleType:
+    """As `full_experts`."""
 
 def form_linear(threads: Pool, set_number: int, matrix: Sequence[int], x: numpy.typing.NDArray[numpy.float32], out: numpy.typing.NDArray[numpy.float32]) -> None:
     """

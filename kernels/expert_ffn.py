@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -187,10 +188,11 @@ class CpuKernel:
         _cpu.combine(y.data_ptr(), weights.data_ptr(), tokens, top_k, self._width, out.data_ptr())
         return out
 
-    @property
-    def parts(self) -> tuple[int, int, int, int]:
-        """As the core's executor takes them: addresses of gate_up and down, neurons of a slot, activation."""
-        return *self._addresses, self._gate_up.shape[1], self._activation
+    @cached_property
+    def experts(self) -> CapsuleType:
+        """For the core's executor, which holds this object."""
+        neurons = self._gate_up.shape[1]
+        return _cpu.slot_experts(*self._addresses, neurons, self._width, self._activation, CPU_MAX_ROWS)
 
     @property
     def width(self) -> int:

@@ -6,17 +6,18 @@ contiguous and aligned to the part's type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn import functional
 
 from ..errors import FormError
 from .expert_ffn import Gate, Group
+from .form_blocks import dequantize_blocks
 from .form_ffn import FormLayer
-from .forms import BLOCKS, DTYPES, E2M1, FLOATS, ExpertForm, MatrixForm, layout_bytes
+from .forms import BLOCKS, E2M1, FLOATS, ExpertForm, MatrixForm, layout_bytes
+from .host_experts import HostKernel, combined, form_parts, whole_groups
 from .packed_ffn import Threads
-from .packed_slots import run_pairs
 
 TorchParts = Mapping[str, torch.Tensor]
 
@@ -24,55 +25,28 @@ TorchParts = Mapping[str, torch.Tensor]
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32}
 
 
-def check_slots(slots: Sequence[torch.Tensor], form: ExpertForm) -> None:
+def check_slots(slots: Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]], form: ExpertForm) -> None:
     """Raise FormError unless these are the bytes of experts of this form, on one device."""
     layout = form.parts()
     if len(slots) != len(layout):
         raise FormError(f"experts of this form have {len(layout)} parts, not {len(slots)}", "give them in its order")
     for tensor, (name, what) in zip(slots, layout.items(), strict=True):
         expected = len(slots[0]), layout_bytes({name: what})
+        if not isinstance(tensor, torch.Tensor):  # as a store maps them, which has checked them
+            continue
         fits = tensor.dtype == torch.uint8 and tuple(tensor.shape) == expected and tensor.stride(1) == 1
         if not fits or tensor.device != slots[0].device:
             raise FormError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, not uint8 {expected}",
                             "give the bytes of each slot")  # fmt: skip
 
 
-def check_call(
-    form: ExpertForm, slots: int, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[Group], top_k: int,
-    y: torch.Tensor,
-) -> list[tuple[int, int, int]]:  # fmt: skip
-    """(start, stop, slot) of groups with rows. Raises ValueError unless `ExpertKernel.run` takes these arguments."""
-    count = pairs.numel()
-    if top_k < 1 or count % top_k or hidden.shape != (count // top_k, form.hidden):
-        raise ValueError(f"hidden is {tuple(hidden.shape)} for {count} pairs, top-{top_k} and width {form.hidden}")
-    if pairs.dtype != torch.int64 or pairs.dim() != 1:
-        raise ValueError(f"pairs must be int64 [N], not {pairs.dtype} {tuple(pairs.shape)}")
-    if y.shape != (count, form.hidden):
-        raise ValueError(f"y must be [{count}, {form.hidden}], not {tuple(y.shape)}")
-    found = []
-    for start, stop, first, neurons, add in groups:
-        slot, rest = divmod(first, form.intermediate)
-        if neurons != form.intermediate or rest or add:
-            raise ValueError(f"neurons {first} to {first + neurons}: published forms run whole experts")
-        if not (0 <= start <= stop <= count and 0 <= slot < slots):
-            raise ValueError(f"group {(start, stop, slot)}: there are {count} pairs and {slots} slots")
-        if start < stop:
-            found.append((start, stop, slot))
-    return found
-
-
-def combined(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """sum_k weights[t, k] * y[t * K + k] -> [T, H], in the type of y."""
-    tokens, top_k = weights.shape
-    return (y.view(tokens, top_k, y.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(y.dtype)
-
-
 class TorchFormKernel:
     """Reference for any device: dequantizes an expert into the type of the rows, then plain GEMMs.
 
     Args:
-        slots: see the module.
+        slots: see the module; or, of experts that lie apart, for each part the bytes of each expert.
         gate: maps interleaved pre-activations [n, I*2] (column 2j is neuron j's gate) to activations [n, I].
+        first: number of the first slot.
 
     Raises:
         FormError: the slots are not of this form.
@@ -80,12 +54,19 @@ class TorchFormKernel:
 
     name = "torch"
 
-    def __init__(self, slots: Sequence[torch.Tensor], form: ExpertForm, gate: Gate) -> None:
+    def __init__(
+        self, slots: Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]], form: ExpertForm, gate: Gate,
+        first: int = 0,
+    ) -> None:  # fmt: skip
         check_slots(slots, form)
         self._slots, self._form, self._gate = tuple(slots), form, gate
+        self._numbers = range(first, first + len(slots[0]))
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        for start, stop, slot in check_call(self._form, len(self._slots[0]), hidden, pairs, groups, top_k, y):
+        form = self._form
+        for start, stop, slot in whole_groups(
+            form.hidden, form.intermediate, self._numbers, hidden, pairs, groups, top_k, y
+        ):
             rows = pairs[start:stop]
             y[rows] = self._expert(slot, hidden[rows // top_k])
 
@@ -110,8 +91,8 @@ class TorchFormKernel:
         return functional.linear(x, dequantize(form.matrices[name], own).to(x.dtype), bias)
 
 
-class CpuFormKernel:
-    """The C++ kernel on slot memory of the CPU: weights decoded in registers, float32 products.
+class CpuFormKernel(HostKernel):
+    """The C++ kernel on slot memory of the CPU.
 
     Args:
         slots: see the module.
@@ -123,28 +104,14 @@ class CpuFormKernel:
         ValueError: the activation is unknown.
     """
 
-    name = "cpu"
-
     def __init__(self, slots: Sequence[torch.Tensor], form: ExpertForm, activation: str, threads: int = 1) -> None:
         check_slots(slots, form)
-        self._form, self._slots = form, len(slots[0])
-        arrays = [tensor.numpy() for tensor in slots]  # the very memory
-        experts = [
-            {
-                name: array[slot].view(DTYPES[code]).reshape(shape)
-                for array, (name, (code, shape)) in zip(arrays, form.parts().items(), strict=True)
-            }
-            for slot in range(self._slots)
-        ]
-        self._layer = FormLayer(experts, [form] * self._slots, activation, Threads(threads))
-
-    def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
-        whole = check_call(self._form, self._slots, hidden, pairs, groups, top_k, y)
-        if whole:
-            run_pairs(self._layer, hidden, pairs, whole, top_k, y)
-
-    def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return combined(y, weights)
+        each = [[tensor[slot] for tensor in slots] for slot in range(len(slots[0]))]
+        experts = [form_parts(form, parts) for parts in each]
+        for parts, arrays in zip(each, experts, strict=True):
+            if [part.data_ptr() for part in parts] != [array.ctypes.data for array in arrays.values()]:
+                raise FormError("slots lie unaligned, and would be copied", "align each part to its type")
+        super().__init__(FormLayer(experts, [form] * len(experts), activation, Threads(threads)))
 
 
 # --- dequantization ----------------------------------------------------------------------------------------------
@@ -170,7 +137,7 @@ def dequantize(form: MatrixForm, parts: TorchParts) -> torch.Tensor:
     if form.kind in FLOATS:
         return weight.float()
     if form.kind in BLOCKS:
-        return _GGUF[form.kind](weight.view(-1, BLOCKS[form.kind][1])).view(o, i)
+        return dequantize_blocks(form.kind, weight.view(-1, BLOCKS[form.kind][1])).view(o, i)
     scales = _floats(parts["scale"], form.scale)
     if form.kind.startswith("fp8"):
         if form.kind == "fp8_block":
@@ -204,54 +171,3 @@ def _floats(part: torch.Tensor, code: str) -> torch.Tensor:
 
 def _e2m1(codes: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(E2M1).to(codes.device)[codes.int()]
-
-
-def _f16(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()  # [N, 1]
-
-
-def _low_then_high(codes: torch.Tensor) -> torch.Tensor:
-    return torch.cat([codes & 15, codes >> 4], 1)
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _f16(blocks, 0)
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_low_then_high(blocks[:, 2:]).float() - 8) * _f16(blocks, 0)
-
-
-def _mxfp4_gguf(blocks: torch.Tensor) -> torch.Tensor:
-    return _e2m1(_low_then_high(blocks[:, 1:])) * _floats(blocks[:, :1], "U8")
-
-
-def _k_codes(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Codes [N, 8, 32] of Q4_K and Q5_K with the scales and minima in bytes 0 to 15 of a block."""
-    first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
-    scales = torch.cat([first & 63, rest & 15 | first >> 2 & 48], 1)
-    minima = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], 1)
-    return (_f16(blocks, 0) * scales)[:, :, None] * codes - (_f16(blocks, 2) * minima)[:, :, None]
-
-
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _k_codes(blocks, _low_then_high(blocks[:, 16:].reshape(-1, 32)).view(-1, 8, 32))
-
-
-def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _low_then_high(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
-    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
-    return _k_codes(blocks, codes | (blocks[:, None, 16:48] >> places & 1) << 4)
-
-
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = _low_then_high(blocks[:, :128].reshape(-1, 64)).view(-1, 2, 4, 32)
-    places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3
-    codes = (low | high << 4).view(-1, 16, 16).float() - 32
-    return (_f16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8))[:, :, None] * codes
-
-
-_GGUF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "q8_0": _q8_0, "q4_0": _q4_0, "mxfp4_gguf": _mxfp4_gguf, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-}  # fmt: skip

@@ -8,13 +8,16 @@ Without torch, so that the NDP worker starts in a second. The arrays may be mapp
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import _cpu
 from .pack import PackedShape, PackError
+
+if TYPE_CHECKING:
+    from typing_extensions import CapsuleType
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}  # Activation in expert_ffn.hpp
 ELEMENTS = {"float32": (0, np.float32), "float16": (1, np.float16), "bfloat16": (2, np.uint16)}  # Element there
@@ -62,11 +65,26 @@ class HostLayer:
 
     Args:
         ffn: the function of the extension that runs them. layer: its arguments, before those of a call.
-        experts: E. hidden: H.
+        experts: E. hidden: H. neurons: I.
+        capsule: the function that makes them an operand of the core's executor; None: there is none.
     """
 
-    def __init__(self, ffn: Callable[..., None], layer: tuple[Any, ...], experts: int, hidden: int) -> None:
-        self._ffn, self._layer, self.experts, self.hidden = ffn, layer, experts, hidden
+    def __init__(
+        self, ffn: Callable[..., None], layer: tuple[Any, ...], experts: int, hidden: int, neurons: int,
+        capsule: Callable[..., CapsuleType] | None = None,
+    ) -> None:  # fmt: skip
+        self._ffn, self._layer, self._capsule = ffn, layer, capsule
+        self.experts, self.hidden, self.neurons = experts, hidden, neurons
+
+    def native(self, first: int, max_rows: int) -> CapsuleType:
+        """For the core's executor, which holds this object: the experts of slots from `first` on, each of up to
+        `max_rows` rows.
+
+        Raises TypeError: these experts have no such operand.
+        """
+        if self._capsule is None:
+            raise TypeError(f"{type(self).__name__} is no operand of the core's executor")
+        return self._capsule(*self._layer, first, max_rows)
 
     def run(
         self,
@@ -115,7 +133,7 @@ class PackedLayer(HostLayer):
         experts, addresses = len(self._arrays[0]), map(_address, self._arrays)
         sizes = shape.hidden, shape.intermediate, experts, shape.bits, shape.group
         layer = (*threads.handle, _code(activation), *sizes, *addresses)
-        super().__init__(_cpu.packed_ffn, layer, experts, shape.hidden)
+        super().__init__(_cpu.packed_ffn, layer, experts, shape.hidden, shape.intermediate)
 
 
 class FullLayer(HostLayer):
@@ -149,7 +167,7 @@ class FullLayer(HostLayer):
         self._arrays = _contiguous("gate_up", gate_up), _contiguous("down", down)
         addresses = _address(gate_up), _address(down)
         layer = (*threads.handle, _code(activation), hidden, neurons, experts, code, *addresses)
-        super().__init__(_cpu.full_ffn, layer, experts, hidden)
+        super().__init__(_cpu.full_ffn, layer, experts, hidden, neurons, _cpu.full_experts)
 
 
 def _code(activation: str) -> int:

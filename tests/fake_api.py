@@ -151,16 +151,17 @@ def serving(
     access: Access | None = None,
     share_prefix_cache: bool = False,
     defaults: GenerationDefaults = NO_DEFAULTS,
-) -> tuple[Runs, Callable[[], httpx.AsyncClient]]:
-    """What runs, and clients of a server of it."""
+    library: Any = httpx,
+) -> tuple[Runs, Callable[[], Any]]:
+    """What runs, and clients of a server of it, which are of httpx or of its successor."""
     chats = None if template is None else ChatTemplate(template, {"eos_token": "<end>"})
     tokenizer, limits = tokenizer or byte_tokenizer(), limits or LimitSettings()
     model = ServedModel("fake", backend.plan, tokenizer, chats, limits, defaults=defaults)
     runs = Runs(backend, tokenizer, limits, share_prefix_cache)
     app = make_app(model, runs, None if keys is None else KeyRing(keys), sinks=sinks, access=access)
 
-    def client() -> httpx.AsyncClient:
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    def client() -> Any:
+        return library.AsyncClient(transport=library.ASGITransport(app), base_url="http://test")
 
     return runs, client
 
@@ -221,6 +222,18 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     parts = response.text.split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of Anthropic's protocol."""
+    *parts, end = response.text.split("\n\n")
+    assert (response.headers["content-type"].partition(";")[0], end) == ("text/event-stream", "")
+    found = []
+    for part in parts:
+        name, data = part.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def error(response: httpx.Response) -> tuple[int, str | None, str]:

@@ -245,6 +245,10 @@ class FakeGpu:
                 assert self._step(), "streams wait for each other"
             _merge(self._host, record.clock)
 
+    def wait(self, event: FakeEvent) -> None:
+        if not self.query(event):
+            self.synchronize(event)
+
     def elapsed_s(self, earlier: FakeEvent, later: FakeEvent) -> float:
         assert earlier.timing
         assert later.timing
@@ -593,6 +597,10 @@ class FakeCompute:
     def synchronize(self, event: list[int]) -> None:
         self.log.append("synchronize")
         self.run(event[0])
+
+    def wait(self, event: list[int]) -> None:
+        if not self.query(event):
+            self.synchronize(event)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         self._pinned.append(torch.zeros(nbytes + 64, dtype=torch.uint8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from hypothesis import strategies as st
@@ -13,13 +13,14 @@ from torch import nn
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.device import CpuDevice
+from tiermoe.actors.engine.cache.form_slots import FormWeights
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.make_cache import ModelExperts
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
-from tiermoe.actors.store.format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape, Published
 
 HIDDEN = 16  # with it a slot's tensors start at multiples of 64 bytes, so that GEMMs see every slot alike
 
@@ -33,9 +34,10 @@ class Case:
     top_k: int
     shape: ExpertShape
     dtype: torch.dtype
-    weights: list[LayerWeights]
+    weights: Sequence[LayerWeights | FormWeights]
     routers: list[torch.Tensor]
     native: bool  # an activation that the C++ kernel has
+    published: Published | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -60,8 +62,9 @@ def make_case(seed: int, layers: int, experts: int, top_k: int, native: bool, dt
 
 @contextlib.contextmanager
 def engine_for(
-    case: Case, budget: float | int, prefetch: str = "none", distance: int = 1, lossless: bool = True, **options: Any
-) -> Iterator[ExpertEngine]:
+    case: Case, budget: float | int | Literal["mapped"], prefetch: str = "none", distance: int = 1,
+    lossless: bool = True, **options: Any,
+) -> Iterator[ExpertEngine]:  # fmt: skip
     policy = PolicySettings(
         name="test", lossless=lossless, prefetch={"kind": prefetch, "distance": distance, "min_useful": 0.0},
         **options,
@@ -70,10 +73,14 @@ def engine_for(
         MoeBlock(nn.Module(), gate, "silu" if case.native else None, None, lambda h, r=router: h.float() @ r.t())
         for router in case.routers
     ]
-    given = Budget(share=budget) if isinstance(budget, float) else Budget(nbytes=budget)
+    mapped = budget == "mapped"
+    given = Budget(mapped=True)
+    if not isinstance(budget, str):
+        given = Budget(share=budget) if isinstance(budget, float) else Budget(nbytes=budget)
     engine = ExpertEngine(
         EngineSettings(policy=policy, budget=given, device="cpu", integrity_checks=True),
-        ModelExperts(case.shape, case.weights, case.dtype, case.top_k), blocks, CpuDevice(LinkSettings()),
+        ModelExperts(case.shape, case.weights, case.dtype, case.top_k, case.published, mapped=mapped), blocks,
+        CpuDevice(LinkSettings(), "real" if mapped else "emulated"),
     )  # fmt: skip
     try:
         yield engine

@@ -7,6 +7,7 @@ gguf), and dequantized by the same: the oracle is a plain checkpoint of those va
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from form_cases import random_parts
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from quantizers import (
     FP8_CONFIG,
     Quantize,
@@ -32,6 +34,8 @@ from quantizers import (
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tiermoe.kernels.forms import BLOCKS, MatrixForm
 
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
 TOKENS = 10
@@ -200,30 +204,20 @@ def q4_k_m(name: str) -> str:
 
 
 def all_forms(name: str) -> str:
-    """Each matrix of the experts of each layer in a form of its own."""
-    forms = {"gate": ("Q5_K", "Q4_0", "Q5_0"), "up": ("BF16", "Q8_0", "Q4_K"), "down": ("MXFP4", "F16", "Q6_K")}
-    for which, kinds in forms.items():
-        for layer, kind in enumerate(kinds):
-            if name == f"blk.{layer}.ffn_{which}_exps.weight":
-                return kind
+    """Each matrix of the experts of each layer in a form of its own, as in mixed files; eight layers have all forms."""
+    kinds = [kind.removesuffix("_gguf").upper() for kind in BLOCKS]
+    kinds = ["Q5_K", "BF16", "MXFP4", "Q4_0", "Q8_0", "F16", *sorted(set(kinds) - {"Q5_K", "MXFP4", "Q4_0", "Q8_0"})]
+    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", name)
+    if match is not None:
+        return kinds[3 * int(match[1]) + ("gate", "up", "down").index(match[2])]
     return "F32" if "ffn_gate_inp" in name else "F16"
-
-
-BLOCK_TYPES = {"q4_k": "Q4_K", "q5_k": "Q5_K", "q6_k": "Q6_K", "mxfp4": "MXFP4", "q5_0": "Q5_0"}
 
 
 def random_blocks(kind: GGMLQuantizationType, rows: tuple[int, ...], inputs: int, seed: int) -> np.ndarray:
     """Blocks of random codes with small finite scales: [*rows, bytes]. The package quantizes few types itself."""
-    block, size = GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, (*rows, inputs // block, size), np.uint8)
-    scale = np.array([0.002], np.float16).view(np.uint8)
-    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q5_0": (0,), "MXFP4": ()}[kind.name]
-    for at in places:
-        data[..., at : at + 2] = scale if kind.name != "Q5_0" else np.array([0.02], np.float16).view(np.uint8)
-    if kind.name == "MXFP4":
-        data[..., 0] = rng.integers(120, 124, data.shape[:-1])
-    return data.reshape(*rows, -1)
+    name = {"MXFP4": "mxfp4_gguf"}.get(kind.name, kind.name.lower())
+    parts = random_parts(MatrixForm(name, math.prod(rows), inputs), np.random.default_rng(seed))
+    return parts["weight"].reshape(*rows, -1)
 
 
 def write_gguf(
@@ -243,7 +237,10 @@ def write_gguf(
         tensors = _gate_and_up_apart(tensors)
     stacks: dict[str, dict[int, str]] = {}
     flat: dict[str, list[str]] = {}
+    linear = _linear_attention(tensors, architecture, config) if architecture in ("qwen3next", "qwen35moe") else {}
     for name in tensors:
+        if linear and (".linear_attn." in name or name.endswith("norm.weight")):
+            continue
         match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
         if match:
             layer = re.search(r"layers\.(\d+)", name)
@@ -255,16 +252,16 @@ def write_gguf(
             flat[f"blk.{layer}.ffn_{which}_exps.{'bias' if suffix else 'weight'}"] = [name]
             continue
         base, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             base, suffix = name.removesuffix("_bias"), "bias"
-        found = names.get_name(base) or names.get_name(f"{base}.{suffix}")
+        found = names.get_name(base) or names.get_name(f"{base}.{suffix}") or names.get_name(name)
         assert found is not None, name
         flat[f"{found}.{suffix}"] = [name]
     sources = flat | {name: [members[i] for i in range(len(members))] for name, members in stacks.items()}
     oracle: Tensors = dict(tensors)
     folder.mkdir(parents=True)
     stem = folder.name if parts == 1 else None
-    written: list[tuple[str, np.ndarray, GGMLQuantizationType]] = []
+    written = [(name, array, GGMLQuantizationType.F32) for name, array in linear.items()]
     for seed, (name, members) in enumerate(sources.items()):
         arrays = [_as_converted(name, tensors[m].numpy(), architecture, config) for m in members]
         array = np.stack(arrays) if name in stacks else arrays[0]
@@ -278,7 +275,7 @@ def write_gguf(
             written.append((name, data, kind))
         for i, member in enumerate(members):
             back = _as_loaded(name, values[i] if name in stacks else values, architecture, config)
-            exact = torch.from_numpy(np.ascontiguousarray(back, np.float32))
+            exact = torch.from_numpy(np.ascontiguousarray(back, np.float32)).reshape(tensors[member].shape)
             kept = name in stacks or "_exps" in name or config.get("dtype") == "float32"
             oracle[member] = exact if kept else exact.bfloat16().float()
     if architecture == "gpt-oss":
@@ -286,6 +283,51 @@ def write_gguf(
     files = _write_parts(folder, stem or "model", architecture, config, written, parts, plain if tokenizer else None)
     _save(plain, folder.with_name(folder.name + "-oracle"), oracle, config | {"dtype": "float32"}, None)
     return files[0], folder.with_name(folder.name + "-oracle")
+
+
+def _linear_attention(tensors: Tensors, architecture: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """As `Qwen3NextModel` and, of Qwen3.5, `_LinearAttentionVReorderBase` of the converter: all norms, too."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    names = get_tensor_name_map(next(a for a, n in MODEL_ARCH_NAMES.items() if n == architecture), 64)
+    found: dict[str, torch.Tensor] = {}
+
+    def tiled(tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """Row h * size + d, of value head h = k * each + e, becomes row (e * keys + k) * size + d."""
+        if architecture == "qwen3next":
+            return tensor
+        heads = [k * (values // keys) + e for e in range(values // keys) for k in range(keys)]
+        return torch.cat([tensor[h * size : (h + 1) * size] for h in heads])
+
+    def after_keys(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[: 2 * keys * key], tiled(tensor[2 * keys * key :], value)])
+
+    for name, tensor in tensors.items():
+        base, _, part = name.rpartition(".linear_attn.")
+        prefix = f"blk.{base.rpartition('.')[2]}."
+        if not base:
+            if name.endswith("norm.weight"):
+                found[f"{names.get_name(name.removesuffix('.weight'))}.weight"] = tensor + 1
+        elif part == "A_log":
+            found[f"{prefix}ssm_a"] = tiled(-torch.exp(tensor), 1)
+        elif part == "dt_bias":
+            found[f"{prefix}ssm_dt.bias"] = tiled(tensor, 1)
+        elif part == "conv1d.weight":
+            found[f"{prefix}ssm_conv1d.weight"] = after_keys(tensor.squeeze())
+        elif part == "out_proj.weight":
+            found[f"{prefix}ssm_out.weight"] = tiled(tensor.T, value).T
+        elif part == "in_proj_qkvz.weight":
+            sizes = (key, key, value * (values // keys), value * (values // keys))
+            of_heads = [head.split(sizes) for head in tensor.split(sum(sizes))]
+            q, k, v, z = (torch.cat([head[i] for head in of_heads]) for i in range(4))
+            found |= {f"{prefix}attn_qkv.weight": torch.cat([q, k, v]), f"{prefix}attn_gate.weight": z}
+        elif part == "in_proj_qkv.weight":
+            found[f"{prefix}attn_qkv.weight"] = after_keys(tensor)
+        else:
+            size = {"in_proj_z.weight": value, "in_proj_b.weight": 1, "in_proj_a.weight": 1}.get(part)
+            own = names.get_name(name.removesuffix(".weight"))
+            found[f"{own}.weight"] = tensor if size is None else tiled(tensor, size)
+    return {name: tensor.contiguous().numpy() for name, tensor in found.items()}
 
 
 def _split_kv(array: np.ndarray, config: Mapping[str, Any]) -> list[tuple[str, np.ndarray]]:
@@ -322,15 +364,17 @@ def _gate_and_up_together(tensors: Tensors) -> Tensors:
 
 
 def _quantized(array: np.ndarray, kind: GGMLQuantizationType, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    if kind.name in BLOCK_TYPES.values():
-        data = random_blocks(kind, array.shape[:-1], array.shape[-1], seed)
-    else:
+    try:
         data = gguf.quantize(array, kind)
+    except NotImplementedError:
+        data = random_blocks(kind, array.shape[:-1], array.shape[-1], seed)
     return data, gguf.dequantize(data, kind)
 
 
 def _as_converted(name: str, array: np.ndarray, architecture: str, config: Mapping[str, Any]) -> np.ndarray:
-    """What llama.cpp's converter does to a tensor (`LlamaModel.permute`)."""
+    """What llama.cpp's converter does to a tensor: `LlamaModel.permute`, and axes of one."""
+    if "shortconv" in name or "exp_probs_b" in name:
+        return array.squeeze()
     heads = _permuted_heads(name, architecture, config)
     if heads is None:
         return array
@@ -379,16 +423,34 @@ def _metadata(writer: gguf.GGUFWriter, config: Mapping[str, Any], tokenizer: Pat
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    kinds = config.get("layer_types") or []
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([heads * (kind != "conv") for kind in kinds] if "conv" in kinds else heads)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     writer.add_rope_freq_base(config.get("rope_parameters", {}).get("rope_theta", 10000.0))
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
-    experts = [config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)]
-    writer.add_expert_count(experts[0])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(config[key] for key in counts if config.get(key)))
+    writer.add_expert_used_count(next(config[k] for k in ("num_experts_per_tok", "moe_topk", "moe_k") if config.get(k)))
+    if writer.arch == "qwen3vlmoe":
+        writer.add_rope_dimension_sections([config["head_dim"] // 2 - 2, 1, 1, 0])
+        writer.add_num_deepstack_layers(3)
+    if config.get("conv_L_cache"):
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("linear_num_key_heads"):
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+        part = config["rope_parameters"]["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(config["head_dim"] * part))
     if tokenizer is None:
         return
     body = json.loads((tokenizer / "tokenizer.json").read_text())

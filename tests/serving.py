@@ -36,11 +36,13 @@ def policy(prefetch: str = "none", preload: str = "none", **kwargs: Any) -> Poli
     )
 
 
-def settings(budget: float | int | AutoBudget, prefetch: str = "none", **kwargs: Any) -> EngineSettings:
+def settings(budget: float | int | AutoBudget | Budget, prefetch: str = "none", **kwargs: Any) -> EngineSettings:
     kwargs.setdefault("kv", KvSettings(page_size=16, num_blocks=64))
     kwargs.setdefault("link", LinkSettings(gbps=None))
     kwargs.setdefault("policy", policy(prefetch))
-    if isinstance(budget, AutoBudget):
+    if isinstance(budget, Budget):
+        given = budget
+    elif isinstance(budget, AutoBudget):
         given = Budget(auto=budget)
     else:
         given = Budget(share=budget) if isinstance(budget, float) else Budget(nbytes=budget)

@@ -417,9 +417,9 @@ class Planner:
     method raises ValueError for numbers out of range and arrays of another size.
     """
 
-    def __init__(self, layers: int, experts: int, top_k: int, slots: int, workers: int, costs: tuple[float, float, float, float, float, float, float, float], states: numpy.typing.NDArray[numpy.uint8 | numpy.bool], without: int) -> None:
+    def __init__(self, layers: int, experts: int, top_k: int, slots: int, workers: int, costs: tuple[float, float, float, float, float, float, float, float, float], states: numpy.typing.NDArray[numpy.uint8 | numpy.bool], without: int) -> None:
         """
-        costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense. states [L, E] are read in place.
+        costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense, beside. states [L, E] are read in place.
         """
 
     def plan(self, layer: int, needed: numpy.typing.NDArray[numpy.int32], rows: numpy.typing.NDArray[numpy.int32], now_s: float, link_free_s: float, flight_keys: numpy.typing.NDArray[numpy.int32], arrival_s: numpy.typing.NDArray[numpy.float64], action: numpy.typing.NDArray[numpy.uint8 | numpy.bool], worker: numpy.typing.NDArray[numpy.uint8 | numpy.bool], prompt_tokens: float, gpus: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None, held: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None, room: int) -> tuple[float, float, float, float, int, int, int, list[tuple[int, int, float, bool]]]:
@@ -460,7 +460,7 @@ class Planner:
     def filled(self) -> None:
         """A background copy of a miss has ended."""
 
-    def costs(self) -> tuple[float, float, float, float, float, float, float, float]:
+    def costs(self) -> tuple[float, float, float, float, float, float, float, float, float]:
         """Costs as corrected."""
 
     def followed(self) -> tuple[int, float, float, float, float]:
@@ -630,7 +630,8 @@ class Layer:
         """Of a native placement."""
 
 class CpuLayer(Layer):
-    def __init__(self, core: Core, kernels: CapsuleType, index: int, experts: int, neurons: int, width: int, max_rows: int, gate_up: int, down: int, activation: int, all: CpuLayers) -> None: ...
+    def __init__(self, core: Core, kernels: CapsuleType, index: int, experts: int, run: CapsuleType, all: CpuLayers) -> None:
+        """run: the experts, as `_cpu.slot_experts`."""
 
     def router(self, weight: int, bias: int, outputs: int, soft: int) -> int:
         """The number of a linear router of these addresses."""
@@ -779,6 +780,11 @@ class Driver:
 
     @property
     def context(self) -> int: ...
+
+    def wait_for(self, event: int, spin_s: float) -> None:
+        """
+        Make the host wait: poll, and only after `spin_s` give up the interpreter's lock.
+        """
 
     @property
     def addresses(self) -> dict:

@@ -102,6 +102,8 @@ class Link {
     virtual bool join(Ticket ticket, std::int64_t layer) = 0;
     // Copies submitted from now on come after it. True: as `join`.
     virtual bool overtake(Ticket ticket) = 0;
+    // Whether a layer's copies may make the host wait; where not, its thread keeps the interpreter's lock.
+    virtual bool waits() const { return true; }
     // The host waits.
     virtual void wait(Ticket ticket) = 0;
     virtual Mark mark() { return 0; }

@@ -16,21 +16,22 @@ constexpr std::int64_t kKeptPairs = 1 << 12;  // whose rows have the same memory
 
 }  // namespace
 
-CpuLayer::CpuLayer(Core& core, const Place& place, const Shape& shape, const KernelTable& kernels, CpuLayers& all)
-    : Layer(core, place, kernels, all), shape_(shape), all_(all), step_{step, this} {
-    all_.sums.resize(std::max(all_.sums.size(), static_cast<std::size_t>(kSumRows * shape.width)));
+CpuLayer::CpuLayer(Core& core, std::int64_t index, std::int64_t experts, const Experts& run, const KernelTable& kernels,
+                   CpuLayers& all)
+    : Layer(core, {index, experts, run.neurons, run.max_rows}, kernels, all), experts_(run), all_(all), step_{step, this} {
+    all_.sums.resize(std::max(all_.sums.size(), static_cast<std::size_t>(kSumRows * run.width)));
 }
 
 const float* CpuLayer::scores(const Given& given, Router router) {
     const LinearRouter& of = routers_[static_cast<std::size_t>(router)];
     all_.scores.resize(static_cast<std::size_t>(given.tokens * of.outputs));
-    kernels().router_scores(given.hidden, given.tokens, of.weight, shape_.width, of.outputs, of.bias, of.soft, all_.scores.data());
+    kernels().router_scores(given.hidden, given.tokens, of.weight, experts_.width, of.outputs, of.bias, of.soft, all_.scores.data());
     return all_.scores.data();
 }
 
 void CpuLayer::compute(const Given& given, const Routed& routed) {
     const std::int64_t pairs = given.tokens * routed.top_k;
-    const auto size = static_cast<std::size_t>(pairs * shape_.width);
+    const auto size = static_cast<std::size_t>(pairs * experts_.width);
     std::unique_ptr<float[]> own;  // prompts' memory is not kept
     if (pairs > kKeptPairs) {
         own.reset(new float[size]);
@@ -56,12 +57,11 @@ void CpuLayer::compute(const Given& given, const Routed& routed) {
             }
         }
         timing([&] {
-            kernels().expert_ffn(given.hidden, shape_.gate_up, shape_.down, picked_.order.data(), few->data(),
-                                static_cast<std::int64_t>(few->size()), routed.top_k, shape_.width, shape_.activation, y,
-                                all_.sums.data());
+            experts_.run(given.hidden, picked_.order.data(), few->data(), static_cast<std::int64_t>(few->size()), routed.top_k, y,
+                         all_.sums.data());
         });
     }
-    timing([&] { kernels().combine(y, routed.weights, given.tokens, routed.top_k, shape_.width, given.out); });
+    timing([&] { kernels().combine(y, routed.weights, given.tokens, routed.top_k, experts_.width, given.out); });
     added();
 }
 

@@ -1,5 +1,5 @@
-// The executor of a layer on the CPU: runs it with the kernels of float32 slots, and leaves experts of many rows, whose
-// weights a matrix product reads once, and replicas of few bits to Python's kernels.
+// The executor of a layer on the CPU: runs the experts that it is given (`Experts`), and leaves those of more rows than they
+// take, whose weights a matrix product reads once, and replicas of few bits to Python's kernels.
 #pragma once
 
 #include <exception>
@@ -9,13 +9,6 @@
 #include "layer.hpp"
 
 namespace tiermoe::core {
-
-// Rows of `width`, and the pool.
-struct Shape {
-    std::int64_t width;
-    const float *gate_up, *down;
-    Activation activation;
-};
 
 // Linear, weight [outputs, width] and bias [outputs] or null. soft: each so many outputs become their softmax; 0: none.
 struct LinearRouter {
@@ -31,7 +24,8 @@ class CpuLayers : public Passes {
 
 class CpuLayer : public Layer {
   public:
-    CpuLayer(Core& core, const Place& place, const Shape& shape, const KernelTable& kernels, CpuLayers& all);
+    // index, experts: as of `Place`.
+    CpuLayer(Core& core, std::int64_t index, std::int64_t experts, const Experts& run, const KernelTable& kernels, CpuLayers& all);
 
     const LayerStep& step() const { return step_; }
     std::exception_ptr failure() { return std::exchange(failure_, nullptr); }
@@ -46,7 +40,7 @@ class CpuLayer : public Layer {
   private:
     static bool step(void* self, const Given& given, Spent& spent);
 
-    const Shape shape_;
+    const Experts& experts_;
     CpuLayers& all_;
     const LayerStep step_;
     std::vector<LinearRouter> routers_;

@@ -38,13 +38,8 @@ void sizes_fit(std::initializer_list<std::int64_t> sizes) {
 }
 
 void make(CpuLayer* made, Core& core, const nb::capsule& kernels, std::int64_t index, std::int64_t experts,
-          std::int64_t neurons, std::int64_t width, std::int64_t max_rows, std::uintptr_t gate_up, std::uintptr_t down,
-          int activation, CpuLayers& all) {
-    if (activation < 0 || activation > static_cast<int>(Activation::relu))
-        throw std::invalid_argument("there is no such activation: " + std::to_string(activation));
-    sizes_fit({experts, neurons, width, 2});
-    new (made) CpuLayer(core, {index, experts, neurons, max_rows},
-                        {width, at<const float>(gate_up), at<const float>(down), static_cast<Activation>(activation)},
+          const nb::capsule& run, CpuLayers& all) {
+    new (made) CpuLayer(core, index, experts, *static_cast<const Experts*>(named(run, kExperts)),
                         *static_cast<const KernelTable*>(named(kernels, kKernelTable)), all);
 }
 
@@ -211,9 +206,8 @@ no native rule or prefetch.)")
         .def_prop_ro("kernels_s", [](Layer& layer) { return layer.kernels_s(); })
         .def_prop_ro("placed_s", &Layer::placed_s, "Of a native placement.");
     nb::class_<CpuLayer, Layer>(m, "CpuLayer")
-        .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 12>(), "core"_a, "kernels"_a,
-             "index"_a, "experts"_a, "neurons"_a, "width"_a, "max_rows"_a, "gate_up"_a, "down"_a, "activation"_a,
-             "all"_a)
+        .def("__init__", &make, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
+             "core"_a, "kernels"_a, "index"_a, "experts"_a, "run"_a, "all"_a, "run: the experts, as `_cpu.slot_experts`.")
         .def("router", [](CpuLayer& layer, std::uintptr_t weight, std::uintptr_t bias, std::int64_t outputs, std::int64_t soft) {
             sizes_fit({outputs, soft});
             return layer.add({at<const float>(weight), at<const float>(bias), outputs, soft});

@@ -2,6 +2,7 @@
 // core links with neither CUDA nor torch.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -29,6 +30,15 @@ struct Driver {
     int (*elapsed)(float* milliseconds, Handle earlier, Handle later);                          // cuEventElapsedTime
     int (*describe)(int code, const char** text);                                               // cuGetErrorString
 
+    // Polls for at most so many seconds. False: the event has not happened.
+    bool happens(Handle event, double seconds) const {
+        const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+        for (;;) {
+            const int code = query(event);
+            if (code != kNotReady) return check(code), true;
+            if (std::chrono::steady_clock::now() > until) return false;
+        }
+    }
     // Throws what a call says that failed.
     void check(int code) const {
         if (!code) return;

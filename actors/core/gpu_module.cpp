@@ -1,7 +1,7 @@
 // The executor of a layer on a GPU, with the launches of `_launch` (kernels/triton/experts.hpp), and its bindings.
 //
-// The interpreter's lock is kept but where the pass waits for copies or calls others: a thread that gets it may keep it for
-// milliseconds.
+// The interpreter's lock is kept but where the pass waits for copies of a thread, or calls others: a thread that gets it may
+// keep it for milliseconds. For copies on streams the host does not wait.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -81,13 +81,13 @@ class GpuLayer : public Layer {
   protected:
     void load() override {
         std::optional<nb::gil_scoped_release> others;
-        if (!core_.present().loads.empty()) others.emplace();
+        if (!core_.present().loads.empty() && core_.link().waits()) others.emplace();
         core_.load();
     }
     std::pair<std::int64_t, std::int64_t> stretch() override {
         const Plan& plan = core_.present();
         std::optional<nb::gil_scoped_release> others;
-        if (plan.resident < static_cast<std::int64_t>(plan.run.size())) others.emplace();
+        if (plan.resident < static_cast<std::int64_t>(plan.run.size()) && core_.link().waits()) others.emplace();
         return core_.next();
     }
 

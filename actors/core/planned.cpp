@@ -129,7 +129,7 @@ class PythonDecider : public Decider {
     PlannerCosts costs() override {
         const nb::gil_scoped_acquire lock;
         const auto c = nb::cast<std::vector<double>>(of_.attr("costs"));
-        return {c.at(0), c.at(1), c.at(2), c.at(3), c.at(4), c.at(5), c.at(6), c.at(7)};
+        return {c.at(0), c.at(1), c.at(2), c.at(3), c.at(4), c.at(5), c.at(6), c.at(7), c.at(8)};
     }
     void used(int layer, const Numbers& needed) override {
         const nb::gil_scoped_acquire lock;

@@ -22,8 +22,8 @@ using Ids = Array<const std::int32_t>;
 using Longs = Array<const std::int64_t>;
 using Floats = Array<const float>;
 using Bytes = Array<const std::uint8_t>;
-// copy, gpu, gpu_row, near, near_busy, free_rows, message, dense
-using Costs = std::tuple<double, double, double, double, double, double, double, double>;
+// copy, gpu, gpu_row, near, near_busy, free_rows, message, dense, beside
+using Costs = std::tuple<double, double, double, double, double, double, double, double, double>;
 
 // Of 0 or more, as an int, as which the planner counts.
 int counted(std::int64_t number) {
@@ -55,8 +55,8 @@ void sized(const Array<T>& array, std::initializer_list<std::int64_t> sizes, con
 PlannerCosts costs_of(const Costs& given) {
     PlannerCosts costs;
     std::tie(costs.copy_s, costs.gpu_s, costs.gpu_row_s, costs.near_s, costs.near_busy_s, costs.free_rows, costs.message_s,
-             costs.dense_s) = given;
-    for (const double cost : {costs.copy_s, costs.gpu_s, costs.near_s, costs.near_busy_s, costs.free_rows})
+             costs.dense_s, costs.beside) = given;
+    for (const double cost : {costs.copy_s, costs.gpu_s, costs.near_s, costs.near_busy_s, costs.free_rows, costs.beside})
         if (!(cost > 0) || !std::isfinite(cost)) throw std::invalid_argument("a cost is not above 0");
     for (const double cost : {costs.gpu_row_s, costs.message_s, costs.dense_s})
         if (!(cost >= 0) || !std::isfinite(cost)) throw std::invalid_argument("a cost is below 0");
@@ -162,7 +162,7 @@ void bind_planner(nb::module_& m) {
         "method raises ValueError for numbers out of range and arrays of another size.")
         .def("__init__", &make, nb::keep_alive<1, 8>(), "layers"_a, "experts"_a, "top_k"_a, "slots"_a, "workers"_a, "costs"_a,
           "states"_a, "without"_a,
-          "costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense. states [L, E] are read in place.")
+          "costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense, beside. states [L, E] are read in place.")
         .def("plan", &plan, "layer"_a, "needed"_a, "rows"_a, "now_s"_a, "link_free_s"_a, "flight_keys"_a,
           "arrival_s"_a, "action"_a, "worker"_a, "prompt_tokens"_a, "gpus"_a.none(), "held"_a.none(), "room"_a,
           "end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s, prefetch of each background copy.")
@@ -181,7 +181,7 @@ void bind_planner(nb::module_& m) {
         .def("filled", &Planner::filled, "A background copy of a miss has ended.")
         .def("costs", [](const Planner& planner) -> Costs {
         const PlannerCosts& c = planner.costs();
-        return {c.copy_s, c.gpu_s, c.gpu_row_s, c.near_s, c.near_busy_s, c.free_rows, c.message_s, c.dense_s};
+        return {c.copy_s, c.gpu_s, c.gpu_row_s, c.near_s, c.near_busy_s, c.free_rows, c.message_s, c.dense_s, c.beside};
     }, "Costs as corrected.")
         .def("followed", [](const Planner& planner) {
         return std::make_tuple(static_cast<int>(planner.follows()), planner.seen_token_s(), planner.shadow_token_s(Follow::on_demand),

@@ -64,6 +64,7 @@ class StreamLink : public Link {
     Ending ending(Ticket ticket) override;
     bool join(Ticket ticket, std::int64_t layer) override;
     bool overtake(Ticket ticket) override;
+    bool waits() const override { return other_ != nullptr; }
     void wait(Ticket ticket) override;
     Mark mark() override;
     bool times(Ticket ticket, Times& found) override;

@@ -77,6 +77,16 @@ void bind_streams(nb::module_& m) {
     nb::class_<Driver>(m, "Driver", "The calls of a GPU's driver that a link makes, by address (actors/core/driver.hpp).")
         .def("__init__", &make, "context"_a, "addresses"_a)
         .def_prop_ro("context", [](const Driver& driver) { return reinterpret_cast<std::uintptr_t>(driver.context); })
+        .def("wait_for", [](const Driver& driver, std::uintptr_t event, double spin_s) {
+            const auto handle = reinterpret_cast<Driver::Handle>(event);
+            if (driver.happens(handle, spin_s)) return;
+            int code;
+            {
+                nb::gil_scoped_release unlocked;
+                code = driver.synchronize(handle);
+            }
+            driver.check(code);
+        }, "event"_a, "spin_s"_a, "Make the host wait: poll, and only after `spin_s` give up the interpreter's lock.")
         .def_prop_ro("addresses", &addresses, "Of the calls, by the names that `__init__` takes.");
     nb::class_<StreamLink, Link>(m, "StreamLink")
         .def("__init__", [](StreamLink* made, const Driver& driver, std::uintptr_t demand, std::uintptr_t prefetch,

@@ -16,6 +16,7 @@ from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
 from ..combinations import check_combination
 from ..core import _core
+from ..policies.drafts import DecodeCounts
 from ..policies.foreign import METER
 from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
@@ -45,7 +46,7 @@ from .make_policies import (
     unasked_layers,
 )
 from .model.form_kernels import kernels_of, make_packed_kernel
-from .model.kernels import SteppedKernel, expert_seconds
+from .model.kernels import SteppedKernel, expert_seconds, run_seconds
 from .model.model import MoeBlock, attach, detach
 from .passes import Shared
 from .peers.auto import AutoPlacer, make_auto
@@ -122,7 +123,7 @@ class ExpertEngine:
         if shared and (problem := device.arena_problem()) is not None:
             shared = 0
             self.notes.append(f"the KV cache has memory of its own: {problem}")
-        self.cache = make_cache(settings, model, device, len(mine), self._clock, shared)
+        self.cache = make_cache(settings, model, device, mine, self._clock, shared)
         # held by a thread that runs forwards, or changes the cache, beside an idle batching loop
         self.alone = threading.Lock()
         self.timeline, self._stats = self.cache.timeline, self.cache.stats
@@ -155,7 +156,9 @@ class ExpertEngine:
             )
             self._attach_layers(settings, shape, blocks, self._make_rerouter(policy, blocks, artifacts))
             self._at_begin += self._begin_hooks()
-            if policy.preload == "all":
+            if model.mapped:
+                self.cache.fill_mapped()
+            elif policy.preload == "all":
                 self.cache.core.preload(mine)
         except BaseException:
             self.close()
@@ -175,8 +178,10 @@ class ExpertEngine:
         if placement.planned:
             make_ndp = self._make_optional_ndp if placement.optional_workers else self._make_ndp
             self.ndp = make_ndp(settings, shape, blocks, links.ndp)
-            gpu_s = expert_seconds(self.kernels.of(blocks[0]), self.cache.pool, min(self.top_k, PROBED))
-            probe = partial(probe_costs, self.cache, self.ndp, gpu_s, self.activations, self.top_k)
+            kernel, together = self.kernels.of(blocks[0]), min(self.top_k, PROBED)
+            gpu_s = expert_seconds(kernel, self.cache.pool, together)
+            here = partial(run_seconds, kernel, self.cache.pool, together)
+            probe = partial(probe_costs, self.cache, self.ndp, gpu_s, here, self.activations, self.top_k)
             score = router_scores(settings.policy, blocks) if placement.scored else None
             return make_auto(placement, self.cache, self.experts, self.top_k, self.shards, self.ndp, probe, score)
         if settings.policy.uses_ndp:
@@ -305,7 +310,7 @@ class ExpertEngine:
         )
         peer_named = self._peer if self.shards is not None or self.ndp is not None else None
         views = self._make_views(blocks, rerouter)
-        if self.device.executor == "real":
+        if self.device.torch_device.type == "cuda":
             row = torch.zeros(1, shape.hidden, dtype=cache.pool.dtype, device=self.device.torch_device)
             views.warm(len(blocks), row, self.top_k)
         backend = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel)
@@ -369,6 +374,17 @@ class ExpertEngine:
         self._stats.matcher = None if self.matcher is None else self.matcher.report()
         self._stats.policy_s = dict(METER.spent_s)
         return self._stats
+
+    def decode_counts(self) -> DecodeCounts:
+        """The counters by which drafts are priced; on the thread that runs forwards."""
+        stats, totals = self._stats, self.cache.core.totals
+        near = stats.decode_ndp_experts + stats.decode_shard_experts
+        missed = totals.decode_misses + near
+        waited_s = totals.decode_blocked_io_s
+        if near:  # prompts' waits for them are among these; no step that decodes has any
+            waited_s += sum(layer.ndp_wait_s + layer.shard_wait_s for layer in stats.layers)
+        copy_s = 0.0 if stats.planner is None else stats.planner.copy_s
+        return DecodeCounts(totals.decode_hits + missed, missed, waited_s, copy_s)
 
     def residency(self) -> list[LayerResidency]:
         """The residency of each layer now; from any thread."""

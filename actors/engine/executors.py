@@ -1,9 +1,9 @@
 """The executors of a layer's pass, and the one place where a layer gets its own.
 
     kernel of the layer                                   executor
-    C++ on float32 slots, no norm behind the experts      CpuExecutor: many rows and replicas by Python's kernels
+    C++ on the CPU, no norm       behind the experts      CpuExecutor: many rows and replicas by Python's kernels
     Triton's, no norm, no replicas                        GpuExecutor: other types and row counts by Python's kernels
-    others (dtypes, published forms, norms, replicas)     layer.PythonExecutor
+    others (dtypes, activations, norms, replicas)         layer.PythonExecutor
 
 A layer's rule and what looks ahead are native where native code has them (`native` of a hook), else Python's.
 """
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ...kernels import _cpu
 from ...kernels.device import on_device
-from ...kernels.expert_ffn import CPU_MAX_ROWS, CpuKernel, Launches
+from ...kernels.expert_ffn import CpuKernel, Launches
+from ...kernels.host_experts import HostKernel
 from ...kernels.router import MOST_GPU_ROWS, LinearRouter
 from ..core import _core
 from .host_view import operands_of
@@ -35,7 +36,7 @@ def executor_of(step: MoeLayer) -> Executor:
     """The executor of a layer whose backend is a `DeviceBackend`: see the table of this module."""
     kernel, backend = step.kernel, cast("DeviceBackend", step.backend)
     launches: Launches | None = getattr(kernel, "launches", None)
-    if step.post is None and isinstance(kernel, CpuKernel):
+    if step.post is None and isinstance(kernel, CpuKernel | HostKernel):
         return CpuExecutor(step, kernel)
     if step.post is None and launches is not None and backend.low_bit is None:
         return GpuExecutor(step, launches, backend)
@@ -84,14 +85,12 @@ class CpuExecutor(NativeExecutor):
 
     core: _core.CpuLayer
 
-    def __init__(self, step: MoeLayer, kernel: CpuKernel) -> None:
+    def __init__(self, step: MoeLayer, kernel: CpuKernel | HostKernel) -> None:
         super().__init__(step)
         self.width, self._experts, self._shared = kernel.width, step.experts, step.shared
-        gate_up, down, neurons, activation = kernel.parts
         core = self.core = _core.CpuLayer(
-            step.cache.core, _cpu.table(), step.index, step.experts, neurons, kernel.width, CPU_MAX_ROWS,
-            gate_up, down, activation, step.shared.passes,
-        )  # fmt: skip
+            step.cache.core, _cpu.table(), step.index, step.experts, kernel.experts, step.shared.passes
+        )
         self.handle, self._run = core.step, core.run
         install(step, self)
 

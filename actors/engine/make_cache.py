@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 
@@ -22,9 +23,9 @@ from .cache.form_slots import FormPool, FormWeights
 from .cache.links import CacheLink, Carrier, loader_link
 from .cache.loader import Loader
 from .cache.low_bits import ReplicaWeights, make_part
-from .cache.places import linkable, thread_link
+from .cache.places import linkable, mapped_link, thread_link
 from .cache.slot_map import SlotMap
-from .cache.slots import ExpertSource, LayerWeights, SlotMemory, SlotPool
+from .cache.slots import ExpertSource, LayerWeights, MappedPool, SlotMemory, SlotPool
 from .cuda.device import CudaDevice
 from .cuda.stream_link import stream_link
 from .stats import EngineStats, LayerStats, Timeline
@@ -37,6 +38,7 @@ class ModelExperts:
     shape: of one. sources: of each MoE layer's experts. dtype: of the compute. top_k: experts per token.
     published: their forms, which slots hold as they are; None: slots hold neurons in `dtype`.
     replicas: in low bits, with slots of their own within the budget; None: no policy loads them.
+    mapped: experts run where the store maps them, without slots; all sources are of this node.
     """
 
     shape: ExpertShape
@@ -45,21 +47,25 @@ class ModelExperts:
     top_k: int = 1
     published: Published | None = None
     replicas: ReplicaWeights | None = None
+    mapped: bool = False
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Of a slot for a whole expert."""
-        return self.shape.nbytes(self.dtype.itemsize) if self.published is None else self.published.slot_bytes
+        """Of a slot for a whole expert; of mapped ones, of an expert as stored."""
+        if self.published is not None:
+            return self.published.slot_bytes
+        item = cast(LayerWeights, self.sources[0]).tensors[0].itemsize if self.mapped else self.dtype.itemsize
+        return self.shape.nbytes(item)
 
 
 def make_cache(
-    settings: EngineSettings, model: ModelExperts, device: Device, owned: int, clock: _core.Clock | None = None,
-    shared_bytes: int = 0,
+    settings: EngineSettings, model: ModelExperts, device: Device, keys: Sequence[int],
+    clock: _core.Clock | None = None, shared_bytes: int = 0,
 ) -> ExpertCache:  # fmt: skip
     """A cache within the budget of one device, with counters of its own.
 
     Args:
-        owned: experts in all layers that belong to this device; it gets at most that many slots.
+        keys: of the experts in all layers that belong to this device; it gets at most that many slots.
         clock: of a stepped link; None: wall-clock.
         shared_bytes: of memory beside the budget that slots may have at times (`ExpertCache.resize`).
 
@@ -75,20 +81,22 @@ def make_cache(
         layers, shape.num_experts, slot_bytes, shape.intermediate, model.top_k,
         None if replicas is None else replicas.shape.nbytes(), settings.shards.count, settings.shards.ownership,
     )  # fmt: skip
-    bought = divide(policy, settings.budget, sizes, owned)
+    bought = divide(policy, settings.budget, sizes, len(keys))
     stats = EngineStats(
         layers=[LayerStats() for _ in range(layers)],
-        expert_budget_bytes=bought.budget,
+        expert_budget_bytes=0 if model.mapped else bought.budget,
         slots=bought.slots,
         experts=layers * shape.num_experts,
         executor=device.executor,
     )
-    most = min(owned, bought.slots + shared_bytes // slot_bytes)
+    most = min(len(keys), bought.slots + shared_bytes // slot_bytes)
     memory = SlotMemory(device, bought.slots, most) if most > bought.slots else None
     try:
         part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
-        pool: SlotPool | FormPool
-        if model.published is None:
+        pool: SlotPool | FormPool | MappedPool
+        if model.mapped:
+            pool = MappedPool(_on_this_node(model.sources), shape, model.dtype, model.published)
+        elif model.published is None:
             pool = SlotPool.allocate(shape, bought.slots, model.dtype, device.torch_device, memory)
         else:
             pool = FormPool.allocate(model.published, bought.slots, model.dtype, device.torch_device, memory)
@@ -104,7 +112,7 @@ def make_cache(
         low_bit=bought.replica_slots > 0,
     )  # fmt: skip
     if clock is None or settings.link.gbps is None:
-        link = make_link(device, where, settings.copies)
+        link = make_link(device, where, settings.copies, keys)
     else:  # a stepped link, on its own clock
         seconds = partial(load_s, link=Link(settings.link.gbps, settings.link.latency_us))
         link = CacheLink(_core.CarryingLink(clock, seconds, 0.0, Carrier(where)), clock)
@@ -113,12 +121,27 @@ def make_cache(
     )
 
 
-def make_link(device: Device, where: SlotMap, settings: CopySettings | None = None) -> CacheLink:
+def _on_this_node(sources: Sequence[ExpertSource]) -> list[LayerWeights | FormWeights]:
+    """The sources as mapped experts. Raises ConfigError: some are on other nodes."""
+    found = [source for source in sources if isinstance(source, LayerWeights | FormWeights)]
+    if len(found) < len(sources):
+        raise ConfigError(
+            f"{len(sources) - len(found)} layers of experts are on other nodes, and none is mapped here",
+            "give a --budget, so that they are loaded",
+        )
+    return found
+
+
+def make_link(
+    device: Device, where: SlotMap, settings: CopySettings | None = None, keys: Sequence[int] | None = None
+) -> CacheLink:
     """A GPU's streams, the stand-in's link thread, or a Python thread for other sources.
 
-    settings: of copies to a GPU; None: the defaults.
+    settings: of copies to a GPU; None: the defaults. keys: of the experts that are copied; None: all.
     """
     pool, weights = where.pool, where.weights
+    if isinstance(pool, MappedPool):
+        return mapped_link(where)
     if isinstance(device, CpuDevice) and linkable(pool, weights):
         rate = 0.0 if device.link.gbps is None else device.link.gbps * 1e9
         return thread_link(where, rate, device.link.latency_us * 1e-6)
@@ -131,18 +154,22 @@ def make_link(device: Device, where: SlotMap, settings: CopySettings | None = No
         for s, d in zip(layer.tensors, pool.tensors, strict=True)
     )
     settings = CopySettings() if settings is None else settings
-    return stream_link(device, where, pinned_layers(device, where), settings.ahead_mib << 20, casts)
+    return stream_link(device, where, pinned_layers(device, where, keys), settings.ahead_mib << 20, casts)
 
 
-def pinned_layers(device: CudaDevice, where: SlotMap) -> list[bool]:
-    """Which layers have all their experts, and replicas, in pinned memory. They were pinned before."""
+def pinned_layers(device: CudaDevice, where: SlotMap, keys: Sequence[int] | None = None) -> list[bool]:
+    """Which layers have these experts (None: all), and their replicas, in pinned memory. They were pinned before."""
+    of_layer: list[list[int]] = [[] for _ in where.weights]
+    for key in range(where.keys) if keys is None else keys:
+        of_layer[key // where.experts].append(key % where.experts)
 
-    def pinned(layer: ExpertSource) -> bool:
+    def pinned(layer: ExpertSource, experts: Sequence[int]) -> bool:
         # bytes are copied as they lie, so an expert with gaps is the loader's
-        plain = isinstance(layer, LayerWeights | FormWeights) and all(t[0].is_contiguous() for t in layer.tensors)
-        return plain and device.is_pinned(layer.tensors)  # type: ignore[attr-defined]
+        if not isinstance(layer, LayerWeights | FormWeights) or not all(t[0].is_contiguous() for t in layer.tensors):
+            return False
+        return all(device.is_pinned(layer.expert(expert)) for expert in experts)
 
-    found = [pinned(layer) for layer in where.weights]
+    found = list(map(pinned, where.weights, of_layer))
     if where.low_bit is not None:
-        found = [all_in and pinned(layer) for all_in, layer in zip(found, where.low_bit.weights, strict=True)]
+        found = [all(both) for both in zip(found, map(pinned, where.low_bit.weights, of_layer), strict=True)]
     return found

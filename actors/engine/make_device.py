@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import ConfigError
-from ..gpu_driver import TorchBuild, absent, has_gpu, unusable
+from ..gpu_driver import TorchBuild, absent, has_gpu, number_by_bus, unusable
 from ..settings import LinkSettings
 from .cache.device import Activations, CpuDevice, Device, PlainActivations
 from .cuda.activations import PinnedActivations
@@ -44,6 +44,7 @@ def cuda_usable(*, required: bool = False) -> bool:
     Raises:
         ConfigError: a GPU is here, or required, and CUDA cannot use it.
     """
+    number_by_bus()
     if torch.cuda.is_available():
         return True
     if has_gpu():

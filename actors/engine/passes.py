@@ -48,7 +48,8 @@ class Shared:
 
     def __init__(self, last: int = -1, passes: _core.Passes | None = None) -> None:
         self.last, self.planned = last, _core.Planned()
-        self.passes = _core.CpuLayers() if passes is None else passes
+        # what the layers' executor takes: a `_core.CpuLayers`, of recorded layers their run's
+        self.passes: Any = _core.CpuLayers() if passes is None else passes
         self.inputs: Sequence[Any] = ()
         self.out: Any = None
         self.on_passed: OnPassed | None = None

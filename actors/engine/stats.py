@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..policies.drafts import DraftStats
 from ..policies.prefetch_trials import TrialResult
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ class EngineStats:
     configurator: ConfiguratorStats | None = None  # None: the split is fixed
     shared: SharedMemoryStats | None = None  # None: the KV cache has memory of its own
     planner: PlannerStats | None = None  # None: another placement than auto
+    drafts: DraftStats | None = None  # None: no request is drafted
     migrations: int = 0  # sequences whose prefill decided a placement
     ndp_workers: dict[str, WorkerStats] = field(default_factory=dict)  # by name, such as "ndp/0"
     ndp_losses: int = 0  # connections lost
@@ -243,6 +245,8 @@ class EngineStats:
         self.ndp_workers, self.prefetch_sources = {}, {}
         if self.configurator is not None:
             self.configurator = ConfiguratorStats()
+        if self.drafts is not None:
+            self.drafts.reset()
 
     def source(self, name: str) -> SourceStats:
         """The counters of one prefetch source."""

@@ -111,6 +111,8 @@ class Costs(NamedTuple):
         free_rows: rows of one expert that a worker computes in the time of one.
         message_s: one message to near-data workers and its answer.
         dense_s: a layer's dense part, between a layer's end and the next layer's plan.
+        beside: an expert on the GPU takes so many times as long while near-data workers are at work, which may take its
+            cores or its memory bandwidth. `saw` does not correct it: what it does not explain is a source's (`took`).
     """
 
     copy_s: float
@@ -121,6 +123,7 @@ class Costs(NamedTuple):
     free_rows: float
     message_s: float
     dense_s: float
+    beside: float = 1.0
 
 
 class Wanted(NamedTuple):
@@ -191,16 +194,18 @@ class Auto:
             mean deviation: averages of `took`. Ends of that source are predicted d later, and half the deviation more.
             A link that copies for other layers counts. Of near data and both, the unused one loses 2% a layer of what
             it is worse. Of prompts a ratio instead, 1 to 4, which of unused sources goes to 1 by 2% a layer.
-        phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time.
-        w: 5 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
+        phi[l, e]: averages of use: of 3 tokens, of 14 (decay 0.7, 0.93), of the request with its prompt, of all time;
+            and 0.9^age, the age of its last use in tokens, by which LRU orders.
+        w: 6 weights, V = w . (1, phi): later uses, discounted by gamma = 0.9 a token. Learned by least-squares temporal
             differences: w = A^-1 b, A += x (x - gamma x')^T, b += x used; every fourth expert, solved every 4 tokens.
         S[l]: seconds that one more resident of the layer would have saved; average of its layers with misses, of weight
             1 / (1 + n) at the n-th, at least 0.05.
         rho: share of the wanted background copies that got done.
         q: precision of each rank of the next router's prediction.
         shadows: of three rules with a cache of their own, LRU in each layer's share: on-demand (every miss over the
-            link), fill (every miss near data, and copied behind), split (misses over the link and near data, so that
-            the layer ends first); what holds which expert, and mean seconds of a token by the costs above.
+            link), fill (every miss near data, and copied behind, newest 24), split (misses over the link and near data,
+            so that the layer ends first, a load worth S / 4); who holds which expert, and mean seconds of a token by
+            the costs above. All begin a request with the residents that there are, if no other one decodes.
         owner: seconds of other GPUs' answers, over a message, g and, where they lack the expert, t; a factor.
 
     Flow of a layer, `plan`:
@@ -208,11 +213,13 @@ class Auto:
            least first, the 12th for all that follow.
         2. For each number of copies under way that are waited for, and each number n of misses loaded (the first n):
            end = max(GPU, near-data) - (1 - rho) S sum max(0, V'_k - v_k); the least end wins. Near-data work slows by
-           c_busy / c while the link copies. Work goes to the least loaded worker. A step is O(1), with W workers O(W).
+           c_busy / c while the link copies, and the GPU by `beside` if any is near data. Work goes to the least loaded
+           worker. A step is O(1), with W workers O(W).
         3. Experts of other GPUs run on their owners. From the one that ends last one after the other goes near data,
            while it ends there before that GPU would: first what spares most there for its work. So many go as give the
            least end, plus S max(0, V' - v_1) for each that its owner would have loaded.
-        4. Background: misses computed near data are worth S (V' - v_1); predictions for layer l + 1
+        4. Background: misses computed near data are worth S (V' - v_1), or if more S R (q - q_1), q the request's
+           average, q_1 that of the resident of least V, R half of a request's remaining tokens; those for layer l + 1
            S' q (timely + max(0, V' - v')). The best 24 stay in a pool until their layer comes. A copy may begin if its
            worth is at least its price: what it delays this layer's near-data work, plus for the part beyond the next
            layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1;
@@ -222,11 +229,14 @@ class Auto:
            most what its tries may cost: 1% of the time, less what earlier ones lost. If a layer ended so much sooner
            than predicted that at most half of its loss was left, the try goes on for 16; else the next one waits for
            twice as many layers and may cost half as much, five times at most. Owners alike, where all went near data.
-    Every 8 tokens: the rule whose shadow takes least over about 64 tokens is followed if it takes less than 0.97 of
-    what is seen, a miss for each expert that it holds and that was used in the last 8 tokens included. Its choice of
-    loads then takes the place of 2, 4 and 5, and V is 0.9^age. The own rule comes back when the followed one takes
-    longer than the own rule did before, which is forgotten by 1% every 8 tokens, so it is tried again. So what a prompt
-    or an average promises costs little once decodes do not confirm it. Not with several GPUs: a shadow knows one.
+    Every 8 tokens: the rule whose shadow takes least is followed if since the last change, or since the request began,
+    it would have saved the time of two tokens, and saves in 64 tokens what moving costs: a miss for each expert that it
+    holds and that was used in the last 8 tokens. So a loss of a quarter is seen after 8 tokens, one of 3% after 64. Its
+    choice of loads then takes the place of 2, 4 and 5, and V is 0.9^age, of a prompt's experts by how often it used
+    them. The own rule comes back, after 24 tokens at the earliest, when the followed one takes longer than the own rule
+    is put at: the best shadow's time, by what the own rule took over that (128 tokens that followed it), less 0.5%
+    every 8 tokens, so it is tried again. So what a prompt or an average promises costs little once decodes do not
+    confirm it. Not with several GPUs: a shadow knows one.
     A prompt's layer is planned alike, by its own worth of a load and without what follows a decode. Where it uses more
     than half of the experts, the next layer is streamed ahead: as many of its absent experts, those of greatest V
     first, as the link can copy before its plan and find room. That layer's end is predicted with and without them, its
@@ -489,6 +499,7 @@ def forward_seconds(
     gpu_s = costs.gpu_s + (each - 1.0) * costs.gpu_row_s
     hits_s = (needed - missing) * gpu_s
     loaded_s = max(missing * costs.copy_s + gpu_s if missing else 0.0, hits_s + missing * gpu_s)
+    gpu_s, hits_s = costs.beside * gpu_s, costs.beside * hits_s  # from here on beside near data
     near_s = max(1.0, each / costs.free_rows) * costs.near_busy_s / workers
     all_near_s = costs.message_s + missing * near_s
 
@@ -497,7 +508,7 @@ def forward_seconds(
         return max(begun_s, (begun_s * near_s + all_near_s * load_s) / (near_s + load_s))
 
     # by the copies, or by the experts
-    split_s = max(together(gpu_s, costs.copy_s), together(hits_s, gpu_s)) if missing else hits_s
+    split_s = max(together(gpu_s, costs.copy_s), together(hits_s, gpu_s)) if missing else loaded_s
     page_s = costs.message_s * needed / top_k
     return layers * (min(loaded_s, split_s) + page_s), layers * loaded_s
 

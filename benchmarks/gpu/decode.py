@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tiermoe.actors.budget import Budget
+from tiermoe.actors.budget import Budget, most_recordings
 from tiermoe.actors.engine.engine import ExpertEngine, PeerLinks
 from tiermoe.actors.engine.host_times import PARTS, device_calls, host_passes
 from tiermoe.actors.engine.make_cache import ModelExperts
@@ -358,7 +358,8 @@ def _served_case(bench: Bench, engine: ExpertEngine, preset: str, budget: float,
         bench.replay.inside(bench.built.modules, engine.layers),
         closing(ContinuousBatcher(model, _SERVED_KV, told, "triton" if gpu else "auto")) as batcher,
     ):
-        recorded = Recorded(model) if gpu else None
+        most = most_recordings(_SERVED_KV.max_num_seqs, _SERVED_KV.tokens)
+        recorded = Recorded(model, most) if gpu else None
         if recorded is not None:
             batcher.record(recorded)
         prompt = tuple((7 * i + 1) % 200 for i in range(PROMPT))

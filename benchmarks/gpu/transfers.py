@@ -213,7 +213,7 @@ def _rates(expert: Any, layers: Sequence[LayerWeights], size: int, device: Any, 
     nbytes = expert.nbytes(context.dtype.itemsize)
     budget = Budget(nbytes=size * nbytes)
     settings = EngineSettings(policy=load_policy("on-demand"), budget=budget, device=context.device.type)
-    cache = make_cache(settings, ModelExperts(expert, layers, context.dtype), device, expert.num_experts)
+    cache = make_cache(settings, ModelExperts(expert, layers, context.dtype), device, range(expert.num_experts))
     rng, rates = np.random.default_rng(size), list[float]()
     try:
         for turn in range(LOAD_WARM + LOAD_REPEATS):

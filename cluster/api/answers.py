@@ -56,8 +56,29 @@ class CheckedRequest:
     prompts: int = 1
 
 
+class Written(Protocol):
+    """The answer to a request under way, in the form of its route.
+
+    Attributes:
+        names_events: whether an event of its stream is named by its type.
+        ending: what its stream ends with.
+    """
+
+    names_events: bool
+    ending: str
+
+    async def whole(self) -> Json:
+        """The whole answer. Raises ApiError."""
+
+    def chunks(self) -> AsyncIterator[Json]:
+        """The answer as it comes. Raises ApiError."""
+
+
 class Answer:
-    """The answer to a request under way, whole or in chunks."""
+    """As OpenAI's completions have it: whole or in chunks."""
+
+    names_events = False
+    ending = "data: [DONE]\n\n"
 
     def __init__(self, checked: CheckedRequest, run: Run, request_id: str) -> None:
         self._checked, self._run, self._form = checked, run, checked.form

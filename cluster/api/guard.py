@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from .keys import ANYONE, Key, KeyRing, fingerprint
 from .origins import Access, headers_of, path_of
 from .records import CLIENT_GONE, RequestRecord, Sink
-from .refusals import ApiError
+from .refusals import ApiError, speaks_anthropic
 from .settings import LimitSettings
 
 Scope = MutableMapping[str, Any]
@@ -61,7 +61,8 @@ class Guard:
         record = RequestRecord(request_id, scope["method"], path)
         scope.setdefault("state", {})["record"] = record
         scope = {**scope, "path": path, "raw_path": scope.get("raw_path", path.encode()).rstrip(b"/") or b"/"}
-        added = [(b"x-request-id", request_id.encode()), *self._access.answer_headers(headers)]
+        names = [b"x-request-id", b"request-id"] if speaks_anthropic(path) else [b"x-request-id"]
+        added = [*((name, request_id.encode()) for name in names), *self._access.answer_headers(headers)]
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -77,7 +78,7 @@ class Guard:
             failure = ApiError(500, f"the server failed: {type(error).__name__}; report it")
             record.refuse(failure)
             if record.status == CLIENT_GONE:  # no answer has begun
-                await JSONResponse(failure.body, failure.status)(scope, receive, named)
+                await JSONResponse(failure.body_for(path), failure.status)(scope, receive, named)
             raise
         finally:
             record.ended_s = time.perf_counter()
@@ -99,7 +100,8 @@ class Guard:
                 _check_coding(headers.get(b"content-encoding", b"").decode("latin-1"))
         except ApiError as refusal:
             record.refuse(refusal)
-            await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, send)
+            body = refusal.body_for(record.path)
+            await JSONResponse(body, refusal.status, refusal.headers)(scope, receive, send)
             return
         body = _Body(receive, self._limits, self._hold)
         # the connection leaves a HEAD's body out
@@ -111,13 +113,16 @@ class Guard:
 
     def _check(self, record: RequestRecord, headers: dict[bytes, bytes]) -> Key | None:
         """The request's key. Raises ApiError 401 or 413."""
-        authorization = headers.get(b"authorization", b"")
-        key = ANYONE if self._keys is None else self._keys.find(authorization)
-        record.key = key.name if key is not None else fingerprint(authorization)
+        given = [headers[b"authorization"]] if b"authorization" in headers else []
+        if b"x-api-key" in headers:  # of Anthropic's clients, some of which send both
+            given.append(b"Bearer " + headers[b"x-api-key"])
+        keys = [ANYONE if self._keys is None else self._keys.find(one) for one in given or [b""]]
+        key = next((found for found in keys if found is not None), None)
+        record.key = key.name if key is not None else fingerprint(b" ".join(given))
         if key is None and record.path not in _OPEN:
             raise ApiError(
-                401, "the key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+                401, "the key is missing or wrong; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 20 or int(length) > self._limits.body_bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -60,6 +60,7 @@ _HARMLESS = frozenset({
 class Sent(Body):
     """Base of what messages and tools consist of: fields that change no prompt are accepted."""
 
+    harmless: ClassVar[frozenset[str]] = _HARMLESS
     _ignored: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="wrap")
@@ -67,7 +68,7 @@ class Sent(Body):
     def _sift(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(given, dict):
             return handler(given)
-        ignored = tuple(name for name in given if name in _HARMLESS and name not in cls.model_fields)
+        ignored = tuple(name for name in given if name in cls.harmless and name not in cls.model_fields)
         kept = {name: value for name, value in given.items() if name not in ignored}
         body = handler(kept)
         body._ignored = tuple(name for name in ignored if given[name])
@@ -94,6 +95,15 @@ _KINDS = {  # of content parts that are no text: what clients call them
 _NOT_TEXT = {name: kind for kind, names in _KINDS.items() for name in names}
 
 
+def refuse_other_than_text(given: Any) -> Any:
+    """A part of a message's content as it is. Raises PydanticCustomError: it is an image, a sound or a file."""
+    name = given.get("type") if isinstance(given, dict) else None
+    if isinstance(name, str) and name in _NOT_TEXT:
+        kind = _NOT_TEXT[name]
+        raise PydanticCustomError(UNSUPPORTED, f"{kind} are not supported; this server takes text alone")
+    return given
+
+
 class ContentPart(Sent):
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str
@@ -101,13 +111,8 @@ class ContentPart(Sent):
     @model_validator(mode="before")
     @classmethod
     def _is_text(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        name = given.get("type")
-        if isinstance(name, str) and name in _NOT_TEXT:
-            kind = _NOT_TEXT[name]
-            raise PydanticCustomError(UNSUPPORTED, f"{kind} are not supported; this server takes text alone")
-        if name == "refusal" and "text" not in given:  # of an answer that comes back
+        given = refuse_other_than_text(given)
+        if isinstance(given, dict) and given.get("type") == "refusal" and "text" not in given:  # of an earlier answer
             return {"text" if key == "refusal" else key: value for key, value in given.items()}
         return given
 
@@ -179,8 +184,11 @@ class Message(Sent):
         return plain | {name: value for name, value in rest.items() if value is not None}
 
 
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
 class Function(Sent):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

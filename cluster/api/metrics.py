@@ -40,6 +40,12 @@ _LOAD = {  # as `_EXPERTS`, of the present load
     "expert_slots_used": ("Slots of the lead's expert cache in use.", "slots_used"),
     "expert_pins": ("Experts' pins by the forward that runs, on the lead.", "pins"),
 }
+_DRAFTS = {  # as `_EXPERTS`, of drafts
+    "draft_steps": ("Steps that verified drafted tokens.", "steps"),
+    "draft_tokens": ("Drafted tokens that were verified.", "drafted"),
+    "draft_accepted_tokens": ("Drafted tokens that were accepted.", "accepted"),
+    "draft_extra_experts": ("Experts that steps with drafts needed beyond steps without.", "extra_experts"),
+}
 _CAUSES = ("demand", "prefetch", "migration")
 _EVERY_S = 1.0  # for which the runtime's answer is good, however often the server is scraped
 _LINK = "total_io_s"
@@ -224,6 +230,11 @@ class RuntimeCounters(Collector):
             yield _counters("memory_moves", "Times that slots and KV cache gave each other memory.", "to", moves)
         if (planner := stats.get("planner")) is not None:
             yield from _of_planner(planner)
+        if (drafts := stats.get("drafts")) is not None:
+            for name, (about, key) in _DRAFTS.items():
+                yield CounterMetricFamily(f"tiermoe_{name}", about, drafts[key])
+            about = "Seconds that drafts saved, as predicted without them; what they cost is negative."
+            yield GaugeMetricFamily("tiermoe_draft_saved_seconds", about, drafts["saved_s"])
 
 
 def _of_planner(planner: Mapping[str, Any]) -> Iterable[Metric]:

@@ -116,11 +116,11 @@ class ServedModel:
 
     def tokens_for(self, body: GenerationBody, prompt_tokens: int) -> int:
         """How many tokens to generate: the request's number, the model's own, OpenAI's, or as many as fit."""
+        room = max(1, self.limit_tokens - prompt_tokens)
         if body.wanted_tokens is not None:
-            return body.wanted_tokens
+            return min(room, body.wanted_tokens) if body.fits_tokens else body.wanted_tokens
         if self._defaults.max_new_tokens is None and body.usual_tokens is not None:
             return body.usual_tokens
-        room = max(1, self.limit_tokens - prompt_tokens)
         return min(room, self._defaults.max_new_tokens or room)
 
     def check_length(self, prompt_tokens: int, max_tokens: int, prompt: str) -> None:

@@ -33,6 +33,9 @@ IGNORED = frozenset({
     "max_retries", "timeout", "request_timeout", "stream_timeout", "drop_params", "additional_drop_params",
     "allowed_openai_params", "custom_llm_provider", "litellm_session_id", "litellm_trace_id", "litellm_call_id", "tags",
     "caching", "cache", "cache_control", "anthropic_beta", "betas", "extra_headers", "incremental_output",
+    # Anthropic: accounts, caches, places
+    "inference_geo", "speed", "user_profile_id", "workspace_id", "diagnostics", "billing_policy",
+    "fallback_credit_token",
     # they shape what is off below
     "repeat_last_n", "penalize_nl", "penalize_newline", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
     "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
@@ -78,7 +81,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "plugins": (None, []), "top_a": (None, 0), "preset": (None,), "safe_prompt": (None, False), "random_seed": (None,),
     "enable_search": (None, False), "system": (None, ""), "stop_sequences": (None, []), "mcp_servers": (None, []),
     "search_parameters": (None,), "deferred": (None, False), "data_sources": (None, []), "guardrails": (None, []),
-    "mock_response": (None,), "max_tokens_to_sample": (None,),
+    "mock_response": (None,), "max_tokens_to_sample": (None,), "container": (None,), "compaction": (None,),
+    "thread": (None,),
 }  # fmt: skip
 
 _INSTEAD = {

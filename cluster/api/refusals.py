@@ -1,4 +1,6 @@
-"""Refusals and failures in OpenAI's form: {"error": {"message", "type", "param", "code"}}."""
+"""Refusals and failures in OpenAI's form: {"error": {"message", "type", "param", "code"}}; on the routes of Anthropic's
+protocol in its form: {"type": "error", "error": {"type", "message"}}.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,9 @@ _AGAIN_S = 2
 _LONG_MESSAGE = 1000  # characters; a value that it quotes may be as long as a body
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
           503: "service_unavailable"}  # fmt: skip
+_ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+                    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+MESSAGES = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -41,6 +46,18 @@ class ApiError(Exception):
         """The JSON object of the response."""
         kind = _TYPES.get(self.status, _INVALID if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """The same in the form of the protocol that a path belongs to."""
+        if not speaks_anthropic(path):
+            return self.body
+        kind = _ANTHROPIC_TYPES.get(self.status, _INVALID if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether a route is one of Anthropic's protocol."""
+    return f"{path}/".startswith(f"{MESSAGES}/")
 
 
 def refused(message: str, param: str | None, code: str | None = None) -> ApiError:

@@ -73,6 +73,9 @@ class ResponsesBody(SamplingBody, ReasoningBody):
 class ResponsesAnswer:
     """As `Answer`, of one choice of a chat, in the form of `/v1/responses`."""
 
+    names_events = True
+    ending = "data: [DONE]\n\n"
+
     def __init__(self, checked: CheckedRequest, run: Run, request_id: str) -> None:
         self._checked, self._run = checked, run
         self._id, self._item, self._created_s = f"resp_{request_id}", f"msg_{request_id}", int(time.time())

@@ -24,7 +24,8 @@ from starlette.exceptions import HTTPException
 
 from ...errors import TierMoeError
 from ..host import versions
-from .answers import Answer, CheckedRequest, Json
+from .answers import Answer, CheckedRequest, Json, Written
+from .anthropic import CountBody, MessagesAnswer, MessagesBody
 from .bodies import body_route
 from .checks import chat, completion
 from .guard import Guard, Receive, Scope, Send
@@ -78,6 +79,16 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
         chats = await model.offload.run(size, lambda: body.chat)
         return await _generate(runs, request, await chat(model, chats, request.state.key), ResponsesAnswer)
 
+    @app.post("/v1/messages")
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        chats = await model.offload.run(body.size, lambda: body.chat)
+        return await _generate(runs, request, await chat(model, chats, request.state.key), MessagesAnswer)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountBody, request: Request) -> Json:
+        chats = await model.offload.run(body.size, lambda: body.chat)
+        return {"input_tokens": (await chat(model, chats, request.state.key)).prompt_tokens}
+
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
         message = "this server generates text and gives no embeddings; ask a server with an embedding model for them"
@@ -103,7 +114,7 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
 
 
 async def _generate(
-    runs: Runs, request: Request, checked: CheckedRequest, form: Callable[..., Answer | ResponsesAnswer] = Answer
+    runs: Runs, request: Request, checked: CheckedRequest, form: Callable[..., Written] = Answer
 ) -> Response:
     """The whole answer, or a stream of chunks. A client that disconnects cancels its request."""
     record: RequestRecord = request.state.record
@@ -114,7 +125,7 @@ async def _generate(
     record.choices, record.prompts = run.times, checked.prompts
     answer = form(checked, run, name)
     if checked.body.stream:
-        return EventStream(_sse(answer.chunks(), record), run.close, headers)
+        return EventStream(_sse(answer, record), run.close, headers)
     whole = asyncio.ensure_future(answer.whole())
     gone = asyncio.ensure_future(_until_gone(request))
     try:
@@ -187,8 +198,9 @@ def _add_state(app: FastAPI, served: ServedModel, runs: Runs) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refuse(request: Request, error: ApiError) -> Response:
-        request.state.record.refuse(error)
-        return JSONResponse(error.body, error.status, error.headers)
+        record: RequestRecord = request.state.record
+        record.refuse(error)
+        return JSONResponse(error.body_for(record.path), error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
@@ -205,24 +217,24 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _sse(chunks: AsyncIterator[Json], record: RequestRecord) -> AsyncIterator[str]:
+async def _sse(answer: Written, record: RequestRecord) -> AsyncIterator[str]:
     """Server-sent events; what fails once the stream has begun is an event too."""
     try:
-        async for chunk in chunks:
-            yield _event(chunk)
+        async for chunk in answer.chunks():
+            yield _event(chunk, answer.names_events)
     except ApiError as error:
         record.refuse(error)
-        yield _event(error.body)
+        yield _event(error.body_for(record.path), answer.names_events)
     except Exception as error:  # the stream reports it, and ends normally
         _LOG.exception("a stream failed")
         failure = ApiError(500, f"the server failed: {type(error).__name__}; report it")
         record.refuse(failure)
-        yield _event(failure.body)
-    yield "data: [DONE]\n\n"
+        yield _event(failure.body_for(record.path), answer.names_events)
+    yield answer.ending
 
 
-def _event(value: Any) -> str:
-    kind = f"event: {value['type']}\n" if "sequence_number" in value else ""  # of /v1/responses
+def _event(value: Json, named: bool) -> str:
+    kind = f"event: {value['type']}\n" if named and "type" in value else ""
     return kind + f"data: {_json(value)}\n\n"
 
 

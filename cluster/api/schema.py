@@ -245,6 +245,7 @@ class GenerationBody(SamplingBody):
     stream_options: StreamOptions | None = None
     usage: bool | UsageOptions | None = None
     usual_tokens: ClassVar[int | None] = None  # generated where neither request nor model says; None: as many as fit
+    fits_tokens: ClassVar[bool] = False  # whether more tokens than fit are asked for as those that fit
 
     def check(self) -> None:
         """Refuse what would have no effect.

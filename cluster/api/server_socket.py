@@ -210,7 +210,7 @@ class ServerSocket:
             answer = Response(status_code=204, headers=permission | _CLOSE)
         else:
             probed = scope["method"] in READS and path in PROBED
-            answer = _probed(path, waits) if probed else _refused(waits)
+            answer = _probed(path, waits) if probed else _refused(path, waits)
         await answer(scope, receive, readable)
 
 
@@ -312,6 +312,6 @@ def _probed(path: str, waits: NotReady) -> App:
     return JSONResponse(body, 503, {"Retry-After": str(waits.retry_after_s)} | _CLOSE)
 
 
-def _refused(waits: NotReady) -> App:
+def _refused(path: str, waits: NotReady) -> App:
     error = ApiError(503, str(waits), headers={"Retry-After": str(waits.retry_after_s)} | _CLOSE)
-    return JSONResponse(error.body, error.status, error.headers)
+    return JSONResponse(error.body_for(path), error.status, error.headers)

@@ -52,6 +52,7 @@ class ChatTemplate:
         problem: why it cannot render any chat; None: it can.
         takes_documents: whether a prompt shows documents.
         takes_developer: whether it shows a developer's message; else it gets it as the system's.
+        takes_late_system: whether it shows a system's message behind others; else it gets it as the user's.
         variables, levels: those of `thinking` that it reads, and the levels of effort that it names.
         text_arguments: it wants the arguments of calls as text, not as an object.
     """
@@ -76,12 +77,14 @@ class ChatTemplate:
                 self.problem = f"the chat template does not compile: {error}"
             except _TemplateTimeout as overrun:
                 self.problem = overrun.message
-        self.takes_developer = True
+        self.takes_developer = self.takes_late_system = True
         self._wants_parts = self._needs_parts()
         if self._overrun is not None:
             self.problem, self._renders = self._overrun.message, False
         developer = [{"role": "developer", "content": _ANSWER}, _user()]
         self.takes_developer = _ANSWER in (self._tried(developer) or "")
+        late = [_user(), {"role": "system", "content": _ANSWER}]
+        self.takes_late_system = _ANSWER in (self._tried(late) or "")
         self.takes_documents = _DOCUMENT["text"] in (self._tried([_user()], documents=[_DOCUMENT]) or "")
 
     def render(
@@ -112,7 +115,7 @@ class ChatTemplate:
             "continue_final_message": continue_final_message,
             **{name: value for name, value in (options or {}).items() if name != "documents"},
         }  # fmt: skip
-        adapted = [self._adapted(message) for message in messages]
+        adapted = [self._adapted(message) for message in self._placed(messages)]
         try:
             text = str(self._ask({"render": {"template": self._template, "messages": adapted, "given": given}}))
             # arguments of calls may have escapes of half a surrogate pair, which no tokenizer takes
@@ -189,11 +192,28 @@ class ChatTemplate:
             self._overrun = overrun
             raise
 
+    def _placed(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages with the roles that this template knows where they are. What becomes the user's is one message with
+        the user's own beside it, since templates want roles to alternate."""
+        found: list[dict[str, Any]] = []
+        begun = moved = False  # behind the system's first messages; the last one was the system's
+        for message in messages:
+            made = dict(message)
+            if made["role"] == "developer" and not self.takes_developer:
+                made["role"] = "system"
+            late = begun and made["role"] == "system" and not self.takes_late_system
+            begun = begun or made["role"] != "system"
+            if late:
+                made["role"] = "user"
+            if (late or moved) and made["role"] == "user" and found[-1]["role"] == "user":
+                made["content"] = f"{found.pop()['content']}\n\n{made['content']}"
+            moved = late or (moved and made["role"] == "user")
+            found.append(made)
+        return found
+
     def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as this template wants it."""
+        """A message in the form that this template wants."""
         made = dict(message)
-        if made["role"] == "developer" and not self.takes_developer:
-            made["role"] = "system"
         if self._wants_parts:
             made["content"] = [{"type": "text", "text": message["content"]}]
         if self.text_arguments and "tool_calls" in made:

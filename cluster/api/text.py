@@ -159,6 +159,7 @@ class Delta:
         tokens: generated so far.
         cached_tokens: of the prompt, that the KV cache had; on the first delta.
         finish: stop or length, on the last delta and only there.
+        stop: the stop string that ended it, on the last delta.
     """
 
     text: str
@@ -167,6 +168,7 @@ class Delta:
     tokens: int = 0
     finish: str | None = None
     cached_tokens: int = 0
+    stop: str | None = None
 
     @staticmethod
     def joined(parts: Sequence[Delta]) -> Delta:
@@ -178,6 +180,7 @@ class Delta:
             parts[-1].tokens if parts else 0,
             parts[-1].finish if parts else None,
             sum(part.cached_tokens for part in parts),
+            parts[-1].stop if parts else None,
         )
 
 
@@ -206,7 +209,7 @@ class ChoiceText:
         if not (shown or scores or event.prompt_logprobs or finish is not None):
             return None
         cached, self._cached = self._cached, 0
-        return Delta(shown, scores, event.prompt_logprobs, self.tokens, finish, cached)
+        return Delta(shown, scores, event.prompt_logprobs, self.tokens, finish, cached, self._stops.matched)
 
     @property
     def stopped(self) -> bool:

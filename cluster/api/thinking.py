@@ -47,7 +47,7 @@ class Reasoning(Body):
 class Thinking(Body):
     """Anthropic's form."""
 
-    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    type: Literal["enabled", "disabled", "adaptive", "between_tools", "auto"] | None = None
     budget_tokens: Budget | None = None
     clear_thinking: bool | None = None  # of former turns
     display: Any = None

@@ -38,6 +38,7 @@ class _Architecture:
         absent: key -> the value that llama.cpp uses if the key is absent.
         model_type: of transformers; "": the metadata is not a whole configuration.
         constants: what llama.cpp computes with in every file, by the configuration's names.
+        partial: a part of a head's width may be rotated.
         tied: a file without an output matrix takes the embedding.
         rope: tensors of the rotary embedding that the file may have.
     """
@@ -49,6 +50,7 @@ class _Architecture:
     model_type: str = ""
     constants: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = True
+    partial: bool = False
     rope: tuple[str, ...] = ()
 
 
@@ -83,6 +85,36 @@ _LATER = (
     "nextn_predict_layers",
 )  # fmt: skip
 
+
+
+def _common(of_layers: int | list[int]) -> int:
+    """A number, or the one that all layers have; 0: they have several."""
+    if isinstance(of_layers, int):
+        return of_layers
+    return of_layers[0] if len(set(of_layers)) == 1 else 0
+
+
+def _interval(config: Any) -> int:
+    """Layers of linear attention are followed by one of full attention: how many all are; 0: they are not."""
+    kinds = list(config.layer_types)
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
+    return every if kinds == _alternating(len(kinds), every) else 0
+
+
+def _alternating(layers: int, every: int) -> list[str]:
+    return ["linear_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
+_DELTA_NET: Mapping[str, _Of] = {
+    "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size", "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": lambda config: config.linear_num_value_heads * config.linear_value_head_dim,
+    "full_attention_interval": _interval,
+}  # fmt: skip
+_DELTA_NETS = ("qwen3_next", "qwen3_5_moe_text")
+
 _ARCHITECTURES: Mapping[str, _Architecture] = {
     "qwen2moe": _Architecture(
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
@@ -94,6 +126,23 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
         neutral={"expert_weights_norm": (True,)},
         model_type="qwen3_moe", constants={"norm_topk_prob": True},
+    ),
+    "qwen3vlmoe": _Architecture(  # of text alone, which is Qwen3's
+        names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
+        neutral={"expert_weights_norm": (True,)}, shapes=frozenset({"n_deepstack_layers", "rope.dimension_sections"}),
+        model_type="qwen3_moe", constants={"norm_topk_prob": True},
+    ),
+    "qwen3next": _Architecture(
+        names={**_HEAD, **_DELTA_NET},
+        neutral={"expert_weights_norm": (True,)},
+        shapes=frozenset({"nextn_predict_layers"}), absent={"full_attention_interval": 4},
+        model_type="qwen3_next", constants={"norm_topk_prob": True}, partial=True,
+    ),
+    "qwen35moe": _Architecture(
+        names={**_HEAD, **_DELTA_NET},
+        neutral={"expert_weights_norm": (True,)},
+        shapes=frozenset({"nextn_predict_layers", "rope.dimension_sections"}), absent={"full_attention_interval": 4},
+        model_type="qwen3_5_moe_text", partial=True,
     ),
     "olmoe": _Architecture(
         names={**_HEAD, "expert_count": "num_experts"},
@@ -144,6 +193,25 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
         neutral={"expert_gating_func": (2,)},
         shapes=frozenset(_LATER), absent=_PLAIN_ROUTING,
     ),
+    "hunyuan-moe": _Architecture(
+        names={**_HEAD, "expert_count": "num_experts", "expert_used_count": lambda config: _common(config.moe_topk)},
+        neutral={"expert_weights_norm": (True,)},
+        shapes=frozenset({"expert_feed_forward_length", "expert_shared_feed_forward_length", "expert_shared_count"}),
+    ),
+    "ernie4_5-moe": _Architecture(
+        names={**_HEAD, "expert_count": "moe_num_experts", "expert_used_count": "moe_k",
+               "interleave_moe_layer_step": "moe_layer_interval"},
+        neutral={"expert_weights_norm": (True,)},
+        shapes=frozenset({*_LATER, "expert_shared_feed_forward_length"}),
+    ),
+    "lfm2moe": _Architecture(
+        names={**_HEAD, "expert_count": "num_experts", "expert_weights_scale": "routed_scaling_factor",
+               "expert_weights_norm": "norm_topk_prob", "attention.layer_norm_rms_epsilon": "norm_eps",
+               "shortconv.l_cache": "conv_L_cache"},
+        neutral={"expert_gating_func": (2,)},
+        shapes=frozenset({*_LATER, "attention.head_count_kv"}),
+        absent={"expert_weights_norm": True, "expert_weights_scale": 1.0},
+    ),
     "phimoe": _Architecture(
         names={**_HEAD, "expert_count": "num_local_experts", "attention.sliding_window": "sliding_window"},
         rope=tuple(SHORT_AND_LONG),
@@ -176,14 +244,17 @@ def config_of(header: Header) -> dict[str, Any]:
         if name not in config:
             key = next(key for key, of in _COMMON.items() if of == name)
             raise CheckpointError(f"{header.name} lacks the key '{header.architecture}.{key}'", REWRITE)
+    config["num_hidden_layers"] -= header.drafts
     config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
     config["head_dim"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     _add_widths(config, header)
     _add_tensors(config, header, known)
     rope = rope_of(header, config["head_dim"])
-    if rope.dimensions != config["head_dim"]:
-        raise _unsupported(header, "rope.dimension_count", rope.dimensions)
     config["rope_parameters"] = rope.parameters(header)
+    if known.partial:
+        config["rope_parameters"]["partial_rotary_factor"] = rope.dimensions / config["head_dim"]
+    elif rope.dimensions != config["head_dim"]:
+        raise _unsupported(header, "rope.dimension_count", rope.dimensions)
     config["max_position_embeddings"] = _count(header, "context_length")
     for name, key in {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}.items():
         config[name] = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -203,7 +274,7 @@ def check_config(config: Any, header: Header) -> None:
     values = _values(header, known)
     for key, value in {**known.absent, **values}.items():
         of = _names(known).get(key)
-        if of is None or key in known.shapes:
+        if of is None:
             continue
         expected = of(config) if callable(of) else getattr(config, of, None)
         if expected is None and isinstance(of, str) and of in _HEADS_OF:
@@ -241,12 +312,14 @@ def _values(header: Header, known: _Architecture) -> dict[str, Any]:
         key = full.removeprefix(prefix)
         if key == full or key in _INFORMATIVE or key in _ROPE:
             continue
+        if key in known.shapes:
+            continue
         value = _scalar(header, key, raw)
         if key in _names(known):
             if type(value) is str:
                 raise _no_number(header, key, value)
             found[key] = value
-        elif key not in known.shapes and not _is_neutral(known, key, value):
+        elif not _is_neutral(known, key, value):
             raise _unsupported(header, key, raw)
     return found
 
@@ -291,12 +364,17 @@ def _no_number(header: Header, key: str, value: Any) -> CheckpointError:
 def _add_widths(config: dict[str, Any], header: Header) -> None:
     """Widths that llama.cpp derives if a key is absent."""
     width, used = config.get("intermediate_size"), config["num_experts_per_tok"]
-    if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
+    if config["model_type"] in ("qwen2_moe", "qwen3_moe", *_DELTA_NETS):
         if not config.get("moe_intermediate_size"):
             config["moe_intermediate_size"] = _count(header, "feed_forward_length") // used
         config["mlp_only_layers"], config["decoder_sparse_step"] = [], 1
     if config["model_type"] == "qwen2_moe":
         config["shared_expert_intermediate_size"] = config.get("shared_expert_intermediate_size") or width
+    if config["model_type"] in _DELTA_NETS:
+        sizes = {name: _count(header, key) for key, name in _DELTA_NET.items() if key.startswith("ssm")}
+        config["linear_value_head_dim"] = _count(header, "ssm.inner_size") // sizes["linear_num_value_heads"]
+        every = _count(header, "full_attention_interval") if header.get("full_attention_interval") is not None else 4
+        config["layer_types"] = _alternating(config["num_hidden_layers"], every)
     if not width:
         config["intermediate_size"] = config.get("moe_intermediate_size")
 
@@ -401,6 +479,9 @@ def rope_of(header: Header, head_dim: int) -> Rope:
     factor, attention = _number(header, key, 0.0), _number(header, "rope.scaling.attn_factor", 1.0)
     base, dimensions = _number(header, "rope.freq_base", 10000.0), _number(header, "rope.dimension_count", head_dim)
     original = _number(header, "rope.scaling.original_context_length", 0) or _count(header, "context_length")
+    sections = header.get("rope.dimension_sections") or []
+    if isinstance(sections, list) and any(sections[3:]):  # the fourth position of text is 0, where the others are equal
+        raise _unsupported(header, "rope.dimension_sections", sections)
     if base <= 1 or factor < 0 or dimensions < 2 or original < 1:
         raise CheckpointError(f"{header.name}: its keys {header.architecture}.rope.* are out of range", REWRITE)
     factor = 1.0 if kind == "none" or factor == 0 else factor

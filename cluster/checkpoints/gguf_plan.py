@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ...errors import CheckpointError, UnsupportedModelError
 from .checkpoint import Checkpoint
 from .gguf_config import KNOWN, SHORT_AND_LONG, Rope, check_config, contradiction, floats, rope_of, rope_tensors
+from .gguf_delta_net import is_zero_centered, linear_attention
 from .gguf_header import REWRITE, Header
 from .matrices import Entry
 from .plan import ExpertsModule, Group, Plan, Transform, target_dtype
@@ -125,10 +126,12 @@ class _Names:
 
     def dense(self, name: str, shape: tuple[int, ...]) -> tuple[list[tuple[str, Entry]], Transform | None]:
         """The tensors that make a parameter, with what makes it of them; none: the file does not have it."""
+        if ".linear_attn." in name:
+            return self._linear_attention(name)
         base, _, suffix = name.rpartition(".")
         if suffix not in ("weight", "bias"):
             base, suffix = name, "weight"
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 base, suffix = name.removesuffix("_bias"), "bias"
         # Granite publishes its router as a layer in a separate module
         found = self._map.get_name(base) or self._map.get_name(name) or self._map.get_name(f"{base}.layer")
@@ -145,9 +148,25 @@ class _Names:
         entry = self._tensors[full]
         if (heads := self._permuted(full)) and entry.spec.shape == shape:
             return self._take(full), lambda tensors: _unpermuted(tensors[0], heads)
-        if len(entry.spec.shape) + 1 == len(shape) and shape[0] == 1 and entry.spec.shape == shape[1:]:
-            return self._take(full), lambda tensors: tensors[0].unsqueeze(0)
+        if is_zero_centered(self._architecture, name) and entry.spec.shape == shape:
+            return self._take(full), lambda tensors: tensors[0].float() - 1
+        if entry.spec.shape != shape and entry.spec.shape == tuple(size for size in shape if size != 1):
+            return self._take(full), lambda tensors: tensors[0].reshape(shape)
         return self._take(full), None
+
+    def _linear_attention(self, name: str) -> tuple[list[tuple[str, Entry]], Transform]:
+        """The tensors that make a parameter of a linear attention. Raises CheckpointError: missing, or mis-shaped."""
+        layer = _LAYER.search(name)
+        assert layer is not None
+        part = name.partition(".linear_attn.")[2]
+        shapes, make = linear_attention(self._architecture, self._config)[part]
+        for own, shape in shapes.items():
+            full = f"blk.{layer[1]}.{own}"
+            found = self._tensors[full].spec.shape if full in self._tensors else None
+            if found != shape:
+                what = "lacks" if found is None else f"has {list(found)}, not {list(shape)}, for"
+                raise CheckpointError(f"{self._header.name} {what} the tensor {full!r}", REWRITE)
+        return self._take(*(f"blk.{layer[1]}.{own}" for own in shapes)), make
 
     def _permuted(self, full: str) -> int:
         """Heads whose rows the converter put in another order; 0: it did not."""

@@ -313,19 +313,20 @@ class Group:
     ) -> dict[str, torch.Tensor]:
         """Make the parameters; tensors are read on use. Raises CheckpointError: unreadable, or not convertible."""
         if self.converter is None:
-            read_all = [read(entry).to(self.dtype) for _, _, entry in self.sources]
-            return {self.key: read_all[0] if self.transform is None else self.transform(read_all)}
+            read_all = [read(entry) for _, _, entry in self.sources]
+            made = read_all[0] if self.transform is None else self.transform(read_all)
+            return {self.key: made.to(self.dtype)}  # at the end: what a file has may be 1 more than the parameter
         converter: WeightTransform = deepcopy(self.converter)
         for pattern, name, entry in self.sources:
             converter.add_tensor(self.key, name, pattern, lambda entry=entry: read(entry).to(self.dtype))
         try:
-            made = converter.convert(self.key, model=model, config=model.config)
+            converted = converter.convert(self.key, model=model, config=model.config)
         except CheckpointError:
             raise
         except Exception as error:  # a conversion that does not fit the tensors fails in many ways
             what = f"the tensors of {self.key} do not fit together ({first_problem(error)})"
             raise CheckpointError(what, OTHER_CONFIG) from error
-        return {name: param[0] if isinstance(param, list) else param for name, param in made.items()}
+        return {name: param[0] if isinstance(param, list) else param for name, param in converted.items()}
 
     def blocks(self, model: PreTrainedModel, names: Sequence[str]) -> Iterator[torch.Tensor]:
         """Parameters in contiguous runs along their first dimension, one after the other. Raises as `convert`.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..deploy import Deployment
 
 RUNTIME = (
-    "model", "policy", "budget", "device", "dtype", "threads", "store", "cache_dir", "kv.tokens",
+    "model", "policy", "budget", "emulate", "device", "dtype", "threads", "store", "cache_dir", "kv.tokens",
     "kv.max_model_len", "kv.max_num_seqs", "cluster.host_memory", "cluster.shards", "cluster.ndp_workers",
     "cluster.channel_tls", "ndp.threads", "link.gbps", "link.latency_us", "ndp.hardware", "ndp.pace",
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ...actors.combinations import Refusal, refuse_first
 from ...errors import CheckpointError, ConfigError
 from ...limits import cores, cores_words, memory, memory_words
 from ..checkpoints.checkpoint import refuse_unsupported
@@ -60,22 +61,12 @@ def model_facts(config: RunConfig) -> ModelFacts:
     return facts_of_checkpoint(model_dir)
 
 
-def _nodes(config: RunConfig, file: Path | None, live: bool) -> tuple[list[NodeInfo], str]:
+def _nodes(config: RunConfig, file: Path | None) -> tuple[list[NodeInfo], str]:
     """The nodes and their source."""
-    if file is not None and live:
-        raise ConfigError("--nodes and --live both name the nodes", "leave one of them out")
     if file is not None:
         return nodes_from_file(file), f"file {file}"
-    address = config.ray.address
-    if live:
-        if address is None:
-            raise ConfigError("--live asks a running Ray, but ray.address names none", "set ray.address to HOST:PORT")
+    if (address := config.ray.address) is not None:
         return nodes_of_cluster(address), f"the Ray at {address}"
-    if address is not None:
-        raise ConfigError(
-            f"the configuration joins the Ray at {address}, whose nodes are not known here",
-            "pass --live to ask it, or --nodes FILE",
-        )
     offered = f"this machine, {cores_words(*cores())}, {memory_words(memory())}"
     return this_machine(local_ray(config, engine_settings(config))), offered
 
@@ -89,17 +80,30 @@ def planned(config: RunConfig, nodes: Path | None = None, live: bool = False) ->
     Raises:
         TierMoeError: the configuration or the model is refused, or a node is short of a resource.
     """
-    here, notes = nodes is None and not live, list[str]()
+    here, notes, address = nodes is None and not live, list[str](), config.ray.address
+    refuse_first((
+        Refusal(nodes is not None and live, "--nodes and --live both name the nodes", "leave one of them out"),
+        Refusal(
+            live and address is None,
+            "--live asks a running Ray, but ray.address names none",
+            "set ray.address to HOST:PORT",
+        ),
+        Refusal(
+            here and address is not None,
+            f"the configuration joins the Ray at {address}, whose nodes are not known here",
+            "pass --live to ask it, or --nodes FILE",
+        ),
+    ))  # fmt: skip
     if here:
         try:
             config = on_this_machine(config)
         except ConfigError as refused:  # of a start; the plan of what would fit is still useful
             notes.append(str(refused))
-    if not here and config.budget is None:  # the default is by this machine's GPU
+    if not here and config.budget is None and not config.maps_experts:  # the default is by this machine's GPU
         config = config.model_copy(update={"budget": DEFAULT_BUDGET})
     settings = engine_settings(config)  # refused before a hub is asked
     config = located(config, "sizes")
-    there, nodes_from = _nodes(config, nodes, live)
+    there, nodes_from = _nodes(config, nodes)
     if here and (missing := note(settings.policy, config)) is not None:
         notes.append(missing)
     facts = model_facts(config)
@@ -131,7 +135,7 @@ def plan(
 
 
 @with_options(
-    "model", "policy", "budget", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
+    "model", "policy", "budget", "emulate", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
     "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from ...actors.budget import Budget
+from ...actors.combinations import Refusal, refuse_first
 from ...actors.policies.eviction import Belady, EvictionPolicy
 from ...actors.policies.prefetch import PrefetchPolicy
 from ...actors.policies.registry import PolicyContext, kinds, make, options, options_class, policy_class
@@ -218,14 +219,28 @@ def prepared(trace: str | Path, policy: str, chosen: ReplayOptions, console: Con
     first = int(found.header.requests * (chosen.learn or 0.0) + 0.5)
     waits = chosen.synchronous or (chosen.prefetch is None and settings.prefetch.synchronous)
     settings = with_prefetch(settings, kind, distance=ahead, synchronous=waits)
-    context = _context(found, settings, None if chosen.predictors is None else Path(chosen.predictors), first)
-    simulated = load_machine(found.header, chosen.machine, link_gbps, link_latency_us, settings.name)
-    times = arrivals_of(chosen.rate, None if chosen.arrivals is None else Path(chosen.arrivals))
-    if optimum and (kind != "none" or settings.split.kind != "off" or at_once > 1 or times is not None):
-        raise ConfigError(
+    learns, file = "predictors" in settings.prefetch.needs, chosen.predictors
+    queued = at_once > 1 or chosen.rate is not None or chosen.arrivals is not None
+    refuse_first((
+        Refusal(
+            learns and file is None and not first,
+            "stride prefetch needs predictors",
+            "give --predictors FILE, or --learn 0.7",
+        ),
+        Refusal(
+            not learns and file is not None,
+            f"--predictors are for stride, but prefetch is {kind}",
+            "leave them out",
+        ),
+        Refusal(
+            optimum and (kind != "none" or settings.split.kind != "off" or queued),
             f"{_OPTIMUM} is the bound of loading on demand, one request after the other",
             "give --policy on-demand, without --at-once, --rate and --arrivals",
-        )
+        ),
+    ))  # fmt: skip
+    context = _context(found, settings, None if file is None else Path(file), first)
+    simulated = load_machine(found.header, chosen.machine, link_gbps, link_latency_us, settings.name)
+    times = arrivals_of(chosen.rate, None if chosen.arrivals is None else Path(chosen.arrivals))
     record = {
         "name": "replay", "trace": str(trace), "complete": found.header.complete, "model": found.header.model,
         "policy": settings.name, "eviction": _OPTIMUM if optimum else settings.eviction.kind,
@@ -453,18 +468,13 @@ def checked_prefetch(settings: PolicySettings, context: PolicyContext, header: T
 
 def _context(trace: Trace, settings: PolicySettings, file: Path | None, first: int) -> PolicyContext:
     header, predictors = trace.header, None
-    kind, distance = settings.prefetch.kind, settings.prefetch.distance
+    distance = settings.prefetch.distance
     if distance < 0:
         raise ConfigError(f"--distance is {distance}", "give a number of layers")
-    if "predictors" in settings.prefetch.needs:
-        if file is not None:
-            predictors = load_predictors(file, header, distance)
-        elif first:
-            predictors = train_predictors(header, islice(trace.requests(), first), distance)
-        else:
-            raise ConfigError("stride prefetch needs predictors", "give --predictors FILE, or --learn 0.7")
-    elif file is not None:
-        raise ConfigError(f"--predictors are for stride, but prefetch is {kind}", "leave them out")
+    if file is not None:
+        predictors = load_predictors(file, header, distance)
+    elif "predictors" in settings.prefetch.needs:
+        predictors = train_predictors(header, islice(trace.requests(), first), distance)
     return context_of(header, predictors=predictors)
 
 

@@ -22,7 +22,6 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
     Args:
         plan: what `GpuWorker.start` returned.
     """
-    share = plan["slots"] / plan["experts"] if plan["experts"] else 0.0
     stand_in = " (the CPU stands in for a GPU)" if plan["executor"] == "emulated" else ""
     rows = [
         ("model", f"{plan['model']} ({plan['architecture']}), {plan['dtype']}"),
@@ -33,8 +32,7 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
                    f"prefetch {plan['prefetch']}, eviction {plan['eviction']}"),
         ("executor", f"{plan['executor']} on {plan['device']}, {count(plan['threads'], 'thread')}{stand_in}"),
         *([("experts run by", _kernels(plan["expert_kernel"]))] if plan.get("expert_kernel") else []),
-        ("on the device", f"{size(plan['dense_bytes'])} dense, {size(plan['expert_budget_bytes'])} for experts: "
-                          f"{plan['slots']} of {plan['experts']} slots ({share:.0%})"),
+        ("on the device", f"{size(plan['dense_bytes'])} dense, {_experts(plan)}"),
         *_auto(plan.get("budget_auto")),
         *([("shared memory", _shared(plan["shared"]))] if plan.get("shared") else []),
         ("in host memory", f"{size(plan['store_bytes'])} in {plan['store_path']}{_pinned(plan)}"),
@@ -43,12 +41,22 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
         *([("NDP worker", _ndp(plan["ndp"]))] if plan.get("ndp") else []),
         *([("misses", _misses(plan))] if plan.get("planner") else []),
         *([("matcher", _matcher(plan["matcher"]))] if plan.get("matcher") else []),
+        *([("drafts", _drafts(plan["drafts"]))] if plan.get("drafts") else []),
         ("link", _link(plan)),
         ("KV cache", f"{plan['kv_tokens']} tokens, {plan['batching']} batching; "
                      f"prompt and text up to {plan['max_prompt_tokens']} tokens"),
     ]  # fmt: skip
     notes = [*plan.get("notes", ()), *plan.get("expert_kernel", {}).get("notes", ())]
     return facts("Plan", [*rows, *(("note", str(note)) for note in notes)])
+
+
+def _experts(plan: Mapping[str, Any]) -> str:
+    """Where experts run."""
+    if plan.get("mapped"):
+        return "and all experts, where the store maps them"
+    share = plan["slots"] / plan["experts"] if plan["experts"] else 0.0
+    slots = f"{plan['slots']} of {plan['experts']} slots ({share:.0%})"
+    return f"{size(plan['expert_budget_bytes'])} for experts: {slots}"
 
 
 def _auto(terms: Mapping[str, int] | None) -> list[tuple[str, str]]:
@@ -102,6 +110,8 @@ def _kernels(choice: Mapping[str, Any]) -> str:
 
 
 def _link(plan: Mapping[str, Any]) -> str:
+    if plan.get("mapped"):
+        return "none: nothing is copied"
     if plan["executor"] == "real":
         return "the hardware's own"
     link = plan["link"]
@@ -152,6 +162,10 @@ def _misses(plan: Mapping[str, Any]) -> str:
     return f"each loaded or computed near data, whichever ends the layer sooner: {planned_by(planner)} (measured)"
 
 
+def _drafts(drafts: Mapping[str, Any]) -> str:
+    return f"up to {count(drafts['tokens'], 'token')} from the request's own text, as many as pay"
+
+
 def _matcher(matcher: Mapping[str, Any]) -> str:
     rules = [name for name in ("semantic", "dynamic", "learn") if not matcher[name]]
     without = f", without {', '.join(rules)}" if rules else ""
@@ -173,7 +187,7 @@ def _notes(record: Mapping[str, Any]) -> list[Facts]:
 
 def _summary(record: Mapping[str, Any]) -> Facts:
     model, spec = record["model"], record["spec"]
-    each, low = spec["budget_bytes"] // spec["slot_bytes"], spec["low_bit"]
+    each, low, mapped = spec["budget_bytes"] // spec["slot_bytes"], spec["low_bit"], spec["mapped"]
     slots = f"{count(each, 'slot')} of {size(spec['slot_bytes'])}" if low is None else (
         f"{low['share']:.0%} of it for replicas of {size(low['replica_bytes'])}, the rest for experts in full of "
         f"{size(spec['slot_bytes'])}"
@@ -189,10 +203,11 @@ def _summary(record: Mapping[str, Any]) -> Facts:
         ("sizes from", model["source"]),
         ("nodes", record["nodes_from"]),
         ("policy", spec["policy"]),
-        ("workers", f"{count(spec['shards'], 'GPU' if spec['gpu'] else 'CPU stand-in')}, "
+        ("workers", f"{count(spec['shards'], 'GPU' if spec['gpu'] else 'CPU' if mapped else 'CPU stand-in')}, "
                     f"{count(spec['threads'], 'thread')} each, strategy {spec['strategy']}, "
                     f"experts by '{spec['ownership']}'"),
-        ("budget of each", f"{size(spec['budget_bytes'])}, {slots}"),
+        ("budget of each", "none: experts run where the store maps them" if mapped else
+                           f"{size(spec['budget_bytes'])}, {slots}"),
         *_auto(spec["auto"]),
         ("store", f"{spec['store_layout']}, on {_STORE_NODES[spec['store_nodes']]}; "
                   f"{size(model['store_bytes'])} on disk{more}{stay}"),
@@ -234,6 +249,10 @@ def _nodes(loads: Iterable[Mapping[str, Any]]) -> Grid:
 
 
 def _prediction(prediction: Mapping[str, Any]) -> Facts:
+    if not prediction["copy_bytes"]:
+        return facts("Predicted, not measured", [
+            ("tokens/s", prediction["not_predicted"]), ("copies", "none: experts run where the store maps them"),
+        ])  # fmt: skip
     hardware = prediction["hardware"]
     one, token = seconds(prediction["copy_s_least"]), seconds(prediction["token_copies_s_least"])
     ndp = f"; NDP modelled as {prediction['ndp_hardware']}" if prediction["ndp_hardware"] else ""

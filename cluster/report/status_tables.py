@@ -38,7 +38,7 @@ def brief_table(result: Mapping[str, Any]) -> Facts:
     whose = "; of all its requests" if "attached_to" in result else ""
     return facts("", [
         ("ran", f"{plan['model']} with {result['policy']} ({loss}); {plan['slots']} of {plan['experts']} experts, "
-                f"{size(plan['expert_budget_bytes'])}"),
+                f"{'where the store maps them' if plan.get('mapped') else size(plan['expert_budget_bytes'])}"),
         ("speed", f"{each}, the first after {seconds(result['ttft_s'])}"),
         ("experts", f"{_needed(result)} {size(result['bytes_loaded'])} loaded, "
                     f"{seconds(result['blocked_io_s'])} lost to copies{whose}"),
@@ -197,10 +197,34 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
         *_writeback_rows(total),
         *planner_rows(total),
         *(_ndp_rows(total) if plan.get("ndp") else []),
-        ("expert memory", f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
-                          f"{total['slots']} slots for {total['experts']} experts"),
+        ("expert memory", _expert_memory(total)),
         *shared_rows(total),
+        *_draft_rows(total),
     ]  # fmt: skip
+
+
+def _draft_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of steps that verified drafted tokens; nothing if there were none."""
+    drafts = total.get("drafts")
+    if not drafts or not drafts["steps"]:
+        return []
+    each = f"{drafts['accepted'] / drafts['steps']:.1f} of {drafts['drafted'] / drafts['steps']:.1f}"
+    extra = drafts["extra_experts"] / drafts["steps"]
+    return [("drafts", f"{each} tokens accepted a step, in {drafts['steps']} steps; {extra:.0f} experts more a step; "
+                       f"{_saved(drafts['saved_s'])}")]  # fmt: skip
+
+
+def _saved(saved_s: float) -> str:
+    return f"{seconds(saved_s)} saved" if saved_s >= 0 else f"{seconds(-saved_s)} lost"
+
+
+def _expert_memory(total: Mapping[str, Any]) -> str:
+    if not total["expert_budget_bytes"]:
+        return f"none of its own: {total['experts']} experts run where the store maps them"
+    return (
+        f"peak {size(total['expert_bytes_peak'])} of {size(total['expert_budget_bytes'])}, "
+        f"{total['slots']} slots for {total['experts']} experts"
+    )
 
 
 def _hit_rate(total: Mapping[str, Any]) -> str:

@@ -1,4 +1,8 @@
-"""What a start decides, by the model's sizes and the nodes: the default policy and the terms of `budget: auto`.
+"""What a start decides, by the model's sizes and the nodes: where experts run without a GPU, the default policy and the
+terms of `budget: auto`.
+
+Without a GPU, and without anything that asks for the stand-in (`RunConfig.stands_in`), experts run where the store maps
+them: there is no budget, nothing is copied, and no policy has anything to decide.
 
 The default policy is `next-gate` where copies are quick, else `auto`, which plans a layer in Python: 0.2 ms a layer on
 a CPU and 0.55 beside a GPU. Where copies are quick there is too little to save: `auto` took 1.04 (35 us a copy, latency
@@ -11,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes
+from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes, graph_bytes
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
 from ...actors.slot_budget import least_bytes
-from ..config import AUTO, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
+from ..config import AUTO, DEFAULT_BUDGET, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
 from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
 
 _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
@@ -24,7 +28,7 @@ _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each o
 def decided(
     config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
 ) -> tuple[EngineSettings, tuple[str, ...]]:
-    """The settings with the default policy and the budget `auto` resolved, and a note that says why that policy.
+    """The settings with the default policy and budget resolved, and a note that says why these.
 
     A policy and a budget that were given stay.
 
@@ -35,6 +39,10 @@ def decided(
         BudgetError: too little for one expert; the message has every term. ConfigError: the memory is not known.
     """
     gpu, why = wants_gpu(settings, nodes), tuple[str, ...]()
+    if settings.budget.mapped:
+        if not gpu:
+            return settings, ("without a GPU, experts run where the store maps them; --emulate stands in for a GPU",)
+        settings = settings.model_copy(update={"budget": Budget.parse(DEFAULT_BUDGET)})
     if config.policy == DEFAULT_POLICY:
         name, reason = _choice(config, facts.slot_bytes(compute_item_bytes(settings, gpu)), gpu)
         policy = chosen_policy(name)
@@ -69,9 +77,13 @@ def _terms(
     gpu, kv, cluster = wants_gpu(settings, nodes), settings.kv, config.cluster
     item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
+    of = _sizes(facts)
+    graphs = gpu and settings.asks_for_graphs
+    attention = "triton" if graphs else settings.attention
     terms = AutoBudget(
         dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
-        activations=activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, settings.attention),
+        activations=activation_bytes(of, rows, tokens, kv.max_num_seqs, item, attention),
+        graphs=graph_bytes(of, facts.layers, kv.max_num_seqs, tokens, item) if graphs else 0,
         slot=slot, least=least_bytes(settings.policy, sizes) or slot, most=slot * facts.layers * facts.experts,
         chunk=rows, tokens=tokens,
     )  # fmt: skip

@@ -46,6 +46,7 @@ class CopyTimes:
     Attributes:
         nbytes: of one expert's copy. one_s: seconds of it.
         token_s: of one token's decode if all its experts are copied, each GPU over its own link.
+            All are 0 where experts run as the store maps them.
         hardware: the links that were counted on.
         ndp_hardware: name of the modelled NDP device; None if there is none.
     """
@@ -72,6 +73,8 @@ def copy_times(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardwar
     expert copies that at least. A layer waits for the GPU with the most experts, of K at least K / G rounded up.
     """
     stored = facts.all_bytes // (facts.layers * facts.experts)
+    if spec.mapped:
+        return CopyTimes(0, 0.0, 0.0, hardware, None)
     nbytes = stored if spec.gpu or facts.form is not None else spec.slot_bytes
     if spec.low_bit is not None:
         nbytes = min(nbytes, spec.low_bit.replica_bytes)

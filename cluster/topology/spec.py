@@ -160,8 +160,9 @@ class ClusterSpec:
     Attributes:
         gpu: whether workers take the resource GPU.
         threads: CPUs of each worker.
+        mapped: experts run where the store maps them: there is no budget, and there are no slots.
         budget_bytes: for experts, on each GPU.
-        slot_bytes: of one expert on the device.
+        slot_bytes: of one expert on the device; of mapped ones, as stored.
         compute_item_bytes: of one number on the device.
         dense_bytes: on the lead's device.
         kv_bytes: on the lead's device.
@@ -194,6 +195,7 @@ class ClusterSpec:
     low_bit: LowBitSpec | None = None
     copied_most: int = 0
     auto: Mapping[str, int] | None = None
+    mapped: bool = False
 
 
 def wants_gpu(settings: EngineSettings, nodes: Sequence[NodeInfo]) -> bool:
@@ -216,7 +218,8 @@ def cluster_spec(
     cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
     item = compute_item_bytes(settings, gpu)
     check_combination(settings, facts.form)
-    slot_bytes, low_bit = facts.slot_bytes(item), None
+    mapped = settings.budget.mapped
+    slot_bytes, low_bit = facts.expert_bytes if mapped else facts.slot_bytes(item), None
     if (low := policy.low_bit) is not None:
         low_bit = LowBitSpec(low_bit_bytes(settings, facts), low.share)
     return ClusterSpec(
@@ -227,7 +230,7 @@ def cluster_spec(
         gpu=gpu,
         threads=settings.threads,
         policy=policy.name,
-        budget_bytes=divide(policy, settings.budget, slot_sizes(settings, facts, item)).budget,
+        budget_bytes=0 if mapped else divide(policy, settings.budget, slot_sizes(settings, facts, item)).budget,
         slot_bytes=slot_bytes,
         compute_item_bytes=item,
         dense_bytes=facts.dense_elements * item,
@@ -241,6 +244,7 @@ def cluster_spec(
         low_bit=low_bit,
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,
         auto=None if (auto := settings.budget.auto) is None else auto.in_terms,
+        mapped=mapped,
     )
 
 

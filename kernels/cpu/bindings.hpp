@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 
 #include "sizes.hpp"
+#include "table.hpp"
 
 namespace tiermoe::bindings {
 
@@ -29,6 +31,11 @@ T* at(std::uintptr_t address) {
 
 inline void check_product(std::initializer_list<std::int64_t> sizes, std::int64_t most = kMostItems) {
     if (!product_fits(sizes, most)) refuse("sizes are negative, or their product is above", most);
+}
+
+// For the core's executor.
+inline nb::capsule experts_capsule(std::unique_ptr<Experts> experts) {
+    return nb::capsule(experts.release(), kExperts.c_str(), [](void* of) noexcept { delete static_cast<Experts*>(of); });
 }
 
 // What a capsule of this name holds. Throws nanobind::type_error: it is of another.

@@ -149,7 +149,7 @@ class Pass {
         dots(e.down, first, 1, count, item, item.down_x, y, thread);
         for (int r = 0; r < item.rows; ++r) {
             const std::int64_t p = item.start + r;
-            float *out = batch_.out + batch_.rows[p] * layer_.hidden + first, *at = y + r * kFormOutputs;
+            float *out = batch_.row_of_out(p, layer_.hidden) + first, *at = y + r * kFormOutputs;
             if (e.down_bias)
                 for (std::int64_t k = 0; k < count; ++k) at[k] += element(e.bias_type, e.down_bias, first + k);
             for (std::int64_t k = 0; k < count; ++k) out[k] += batch_.weights[p] * at[k];
@@ -179,26 +179,20 @@ std::int64_t FormMatrix::row_bytes() const {
         case FormKind::mxfp4:
         case FormKind::nvfp4:
         case FormKind::int4: return (inputs + 1) / 2;
-        case FormKind::q8_0: return inputs / 32 * 34;
-        case FormKind::q4_0: return inputs / 32 * 18;
-        case FormKind::mxfp4_gguf: return inputs / 32 * 17;
-        case FormKind::q4_k: return inputs / 256 * 144;
-        case FormKind::q5_k: return inputs / 256 * 176;
-        case FormKind::q6_k: return inputs / 256 * 210;
+        default: return inputs / gguf_block(kind).weights * gguf_block(kind).bytes;
     }
-    return 0;
 }
 
 bool FormMatrix::fits() const {
-    if (kind < FormKind::f32 || kind > FormKind::q6_k || outputs < 1 || inputs < 1 || !weight) return false;
+    if (kind < FormKind::f32 || kind > FormKind::tq2_0 || outputs < 1 || inputs < 1 || !weight) return false;
     const bool grouped = kind >= FormKind::fp8 && kind <= FormKind::int8, ints = kind == FormKind::int4 || kind == FormKind::int8;
     if (grouped != (scale != nullptr) || grouped != (scale_type != ScaleType::none)) return false;
     if (scale_type < ScaleType::none || scale_type > ScaleType::e4m3 || group < 1 || block < 1) return false;
     if ((scale_type == ScaleType::e4m3) != (kind == FormKind::nvfp4) || (kind == FormKind::nvfp4) != (global_scale != nullptr))
         return false;
     if ((zero || order) && !ints) return false;
-    const std::int64_t unit = kind >= FormKind::q4_k ? 256 : kind >= FormKind::q8_0 || kind == FormKind::mxfp4 ? 32
-                              : kind == FormKind::nvfp4 ? 16 : 1;
+    const std::int64_t unit = kind >= FormKind::q8_0 ? gguf_block(kind).weights
+                              : kind == FormKind::mxfp4 ? 32 : kind == FormKind::nvfp4 ? 16 : 1;
     const bool fixed = kind == FormKind::mxfp4 ? group == 32 : kind != FormKind::nvfp4 || group == 16;
     return inputs % unit == 0 && fixed;
 }
@@ -223,7 +217,7 @@ void form_ffn(Threads& threads, int set, const FormLayer& layer, Activation acti
     auto* own = static_cast<float*>(threads.scratch(static_cast<std::size_t>(threads.count() * scratch + room) * sizeof(float)));
     float* shared = own + threads.count() * scratch;
     Pass pass(threads, kernels_of(set), layer, activation, batch, items, scratch, own);
-    std::memset(batch.out, 0, static_cast<std::size_t>(batch.tokens * layer.hidden) * sizeof(float));
+    batch.zero(layer.hidden);
     for (std::size_t first = 0, last; first < items.size(); first = last) {
         std::int64_t used = 0;
         for (last = first; last < items.size() && used + item_floats(items[last]) <= room; ++last) {

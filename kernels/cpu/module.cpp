@@ -5,8 +5,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <system_error>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings.hpp"
@@ -66,9 +68,31 @@ void combine(std::uintptr_t y, std::uintptr_t weights, std::int64_t tokens, std:
     combine_f32(at<const float>(y), at<const float>(weights), tokens, top_k, width, at<float>(out));
 }
 
+// Float32 slots.
+struct SlotExperts : Experts {
+    const float *gate_up, *down;
+    Activation activation;
+
+    void run(const float* hidden, const std::int64_t* pairs, const Group* groups, std::int64_t group_count, std::int64_t top_k,
+             float* y, float* sums) const override {
+        expert_ffn_f32(hidden, gate_up, down, pairs, groups, group_count, top_k, width, activation, y, sums);
+    }
+};
+
+nb::capsule slot_experts(std::uintptr_t gate_up, std::uintptr_t down, std::int64_t neurons, std::int64_t width,
+                         std::int64_t activation, std::int64_t max_rows) {
+    if (activation < 0 || activation > static_cast<int>(Activation::relu)) refuse("there is no such activation", activation);
+    check_product({neurons, width, 2});
+    auto made = std::make_unique<SlotExperts>();
+    made->width = width, made->neurons = neurons, made->max_rows = max_rows;
+    made->gate_up = at<const float>(gate_up), made->down = at<const float>(down);
+    made->activation = static_cast<Activation>(activation);
+    return experts_capsule(std::move(made));
+}
+
 nb::capsule table() {
-    static const KernelTable kernels{expert_ffn_f32, combine_f32,       router_scores,  misses_fit,  budget_top_k,
-                                     importance_saw, importance_target, size_fault,     replaceable, substitute};
+    static const KernelTable kernels{combine_f32,       router_scores, misses_fit,  budget_top_k, importance_saw,
+                                     importance_target, size_fault,    replaceable, substitute};
     return nb::capsule(&kernels, kKernelTable.c_str());
 }
 
@@ -95,6 +119,9 @@ NB_MODULE(_cpu, m) {
           "Experts over groups (start, stop, first, neurons, add) of pairs; see expert_ffn.hpp.\n\n"
           "The pool has so many neurons, hidden pair_count / top_k rows, pairs pair_count entries, y as many rows.\n"
           "Raises ValueError: a group, a pair, a neuron, the width or the activation is out of range.");
+    m.def("slot_experts", &slot_experts, "gate_up"_a, "down"_a, "neurons"_a, "width"_a, "activation"_a, "max_rows"_a,
+          "Experts of float32 slots for the core's executor, of so many neurons each; see experts.hpp.\n\n"
+          "Raises ValueError: a number is out of range.");
     m.def("combine", &combine, "y"_a, "weights"_a, "tokens"_a, "top_k"_a, "width"_a, "out"_a,
           "Weighted sum of each token's pairs; see expert_ffn.hpp.");
     bind_decode(m);

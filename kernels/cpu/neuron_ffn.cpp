@@ -75,7 +75,7 @@ void run_items(Threads& threads, const Kernels& kernels, const std::vector<Item>
                     const std::int64_t p = items[i].start + r;
                     kernels.add(at[i - first] + r * width + column, items[i].rows * width,
                                 static_cast<int>(cut.chunks), batch.weights[p], size,
-                                batch.out + batch.rows[p] * hidden + column);
+                                batch.row_of_out(p, hidden) + column);
                 }
         });
     }
@@ -91,11 +91,17 @@ std::int64_t partial_size(const std::vector<Item>& items, const Cut& cut, std::i
     return std::max(largest, std::min(all, kPartialBytes / static_cast<std::int64_t>(sizeof(float))));
 }
 
-void zero(const Batch& batch, std::int64_t hidden) {
-    std::memset(batch.out, 0, static_cast<std::size_t>(batch.tokens * hidden) * sizeof(float));
-}
-
 }  // namespace
+
+void Batch::zero(std::int64_t width) const {
+    const auto row = static_cast<std::size_t>(width) * sizeof(float);
+    if (!outs) {
+        std::memset(out, 0, static_cast<std::size_t>(tokens) * row);
+        return;
+    }
+    for (const RowGroup& group : groups)
+        for (std::int64_t p = group.start; p < group.stop; ++p) std::memset(row_of_out(p, width), 0, row);
+}
 
 std::vector<std::string> instruction_sets() {
     std::vector<std::string> names;
@@ -139,7 +145,7 @@ void packed_ffn(Threads& threads, int set, const PackedLayer& layer, Activation 
     const std::int64_t columns = ceil_div(layer.hidden, kTileOutputs);
     const std::int64_t group_codes = columns * (layer.group / kTileInputs) * 64 * layer.bits;
     const std::int64_t group_scales = columns * 2 * kTileOutputs;
-    zero(batch, layer.hidden);
+    batch.zero(layer.hidden);
     run_items(threads, kernels, items, cut, layer.hidden, batch, sums, partial,
               [&](const Item& item, std::int64_t chunk, float* out) {
                   const std::int64_t begin = cut.begin(chunk), end = cut.begin(chunk + 1);
@@ -175,7 +181,7 @@ void full_ffn(Threads& threads, int set, const FullLayer& layer, Activation acti
     const std::int64_t partial = partial_size(items, cut, layer.hidden);
     float* sums = static_cast<float*>(threads.scratch(static_cast<std::size_t>(partial) * 4));
     const std::int64_t element = layer.element == Element::f32 ? 4 : 2;
-    zero(batch, layer.hidden);
+    batch.zero(layer.hidden);
     run_items(threads, kernels, items, cut, layer.hidden, batch, sums, partial,
               [&](const Item& item, std::int64_t chunk, float* out) {
                   const std::int64_t begin = cut.begin(chunk) * kFullStep;

@@ -51,12 +51,20 @@ struct Batch {
     const float* hidden;       // [T, H]
     std::int64_t tokens;       // T
     float* out;                // [T, H]
+    const std::int32_t* outs = nullptr;  // [P] row of out for each entry, none twice; null: the row of hidden
+
+    // The entries' rows of out begin as zeros: those of `outs`, or all.
+    void zero(std::int64_t width) const;
+    float* row_of_out(std::int64_t entry, std::int64_t width) const {
+        return out + (outs ? outs[entry] : rows[entry]) * width;
+    }
 };
 
 // Instruction sets that this processor has, best first: "avx512", "avx2", "portable".
 std::vector<std::string> instruction_sets();
 
-// out = 0; out[rows[p]] += weights[p] * FFN_expert(hidden[rows[p]]) group by group.
+// out = 0; out[rows[p]] += weights[p] * FFN_expert(hidden[rows[p]]) group by group. Where there are `outs`, of out only these
+// rows are written.
 // `set` is a number in the order of instruction_sets(). Sizes and indices were checked by the caller. Throws
 // std::bad_alloc.
 void packed_ffn(Threads& threads, int set, const PackedLayer& layer, Activation activation, const Batch& batch);

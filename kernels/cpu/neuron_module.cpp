@@ -211,6 +211,69 @@ void form(Threads& threads, std::int64_t set, std::int64_t activation, const For
     form_ffn(threads, static_cast<int>(set), layer, of, checked.batch);
 }
 
+// --- the experts of a layer, for the core's executor -----------------------------------------------------------
+
+// Whole experts of one layer, each in the slot of its own from `first` on, run by `ffn` on these threads.
+template <typename Layer, void (*ffn)(Threads&, int, const Layer&, Activation, const Batch&)>
+struct HostExperts : Experts {
+    HostExperts(Threads& threads, std::int64_t set, Layer layer, Activation activation, std::int64_t first, std::int64_t count)
+        : threads(threads), set(static_cast<int>(set)), layer(std::move(layer)), activation(activation), first(first), count(count) {}
+
+    void run(const float* hidden, const std::int64_t* pairs, const Group* groups, std::int64_t group_count, std::int64_t top_k,
+             float* y, float*) const override {
+        Batch batch{};
+        std::vector<std::int32_t> rows, outs;
+        for (const Group* g = groups; g != groups + group_count; ++g) {
+            const std::int64_t slot = g->first / neurons - first, start = static_cast<std::int64_t>(rows.size());
+            if (g->first % neurons || g->neurons != neurons || g->add) refuse("experts are whole, not from neuron", g->first);
+            if (slot < 0 || slot >= count) refuse("the layer has no such slot", slot + first);
+            for (std::int64_t at = g->start; at < g->stop; ++at) {
+                if (pairs[at] >= kSizeMax) refuse("there are too many pairs", pairs[at]);
+                rows.push_back(static_cast<std::int32_t>(pairs[at] / top_k));
+                outs.push_back(static_cast<std::int32_t>(pairs[at]));
+            }
+            batch.groups.push_back({slot, start, static_cast<std::int64_t>(rows.size())});
+        }
+        const std::vector<float> ones(rows.size(), 1.0f);
+        batch.rows = rows.data(), batch.outs = outs.data(), batch.weights = ones.data();
+        batch.hidden = hidden, batch.out = y;
+        ffn(threads, set, layer, activation, batch);
+    }
+
+    Threads& threads;
+    const int set;
+    const Layer layer;
+    const Activation activation;
+    const std::int64_t first, count;
+};
+
+template <typename Layer, void (*ffn)(Threads&, int, const Layer&, Activation, const Batch&)>
+nb::capsule host_experts(Threads& threads, std::int64_t set, Layer layer, Activation activation, std::int64_t first,
+                         std::int64_t count, std::int64_t max_rows) {
+    check_set(set);
+    if (first < 0 || !product_fits({first + count, layer.neurons}, kMostItems)) refuse("there is no such slot", first);
+    const std::int64_t width = layer.hidden, neurons = layer.neurons;
+    auto made = std::make_unique<HostExperts<Layer, ffn>>(threads, set, std::move(layer), activation, first, count);
+    made->width = width, made->neurons = neurons, made->max_rows = max_rows;
+    return experts_capsule(std::move(made));
+}
+
+nb::capsule form_experts(Threads& threads, std::int64_t set, std::int64_t activation, const FormLayer& layer,
+                         std::int64_t first, std::int64_t max_rows) {
+    const auto count = static_cast<std::int64_t>(layer.experts.size());
+    return host_experts<FormLayer, form_ffn>(threads, set, layer, activation_of(activation, Activation::gpt_oss), first, count,
+                                             max_rows);
+}
+
+nb::capsule full_experts(Threads& threads, std::int64_t set, std::int64_t activation, std::int64_t width, std::int64_t neurons,
+                         std::int64_t experts, std::int64_t element, std::uintptr_t gate_up, std::uintptr_t down,
+                         std::int64_t first, std::int64_t max_rows) {
+    check_sizes(width, neurons, experts);
+    const FullLayer layer{width, neurons, experts, element_of(element), at<const void>(gate_up), at<const void>(down)};
+    return host_experts<FullLayer, full_ffn>(threads, set, layer, activation_of(activation, Activation::relu), first, experts,
+                                             max_rows);
+}
+
 void linear(Threads& threads, std::int64_t set, const Matrix& numbers, const Rows& x, const Array<float, 2>& out) {
     check_set(set);
     const FormMatrix matrix = matrix_of(numbers);
@@ -249,6 +312,12 @@ void bind_neurons(nb::module_& m) {
     m.def("form_ffn", &form, "threads"_a, "set_number"_a, "activation"_a, "layer"_a, "groups"_a, "rows"_a, "weights"_a,
           "hidden_rows"_a, "out"_a,
           "Raises ValueError: an array of another shape, type or layout; a number or an order out of range.");
+    m.def("full_experts", &full_experts, "threads"_a, "set_number"_a, "activation"_a, "hidden"_a, "neurons"_a, "experts"_a,
+          "element"_a, "gate_up"_a, "down"_a, "first"_a, "max_rows"_a,
+          "Experts of slots from `first` on for the core's executor; see experts.hpp. What is given stays with the caller.\n\n"
+          "Raises ValueError: a number is out of range.");
+    m.def("form_experts", &form_experts, "threads"_a, "set_number"_a, "activation"_a, "layer"_a, "first"_a, "max_rows"_a,
+          "As `full_experts`.");
     m.def("form_linear", &linear, "threads"_a, "set_number"_a, "matrix"_a, "x"_a, "out"_a,
           "Raises ValueError: an array of another shape, type or layout; a number or an order out of range.");
 }

@@ -33,6 +33,7 @@ struct PlannerCosts {
     double free_rows;          // rows of an expert that a near-data worker computes in the time of one
     double message_s;          // one message with work for near-data workers and its answer
     double dense_s;            // a layer's dense part
+    double beside = 1.0;       // an expert on the GPU takes so many times as long while near-data workers are at work
 };
 
 // Parts of the rule, for ablations; each bit set leaves one out.
@@ -64,7 +65,7 @@ struct Planned {
 
 class Planner {
   public:
-    static constexpr int kPool = 24, kRanks = 64, kFeatures = 5, kMaxWorkers = 64, kMaxOwners = 256;
+    static constexpr int kPool = 24, kRanks = 64, kFeatures = 6, kMaxWorkers = 64, kMaxOwners = 256;
     static constexpr double kDiscount = 0.9;       // gamma: worth of a use one token later
     static constexpr double kKept = 1.0;           // share of a request for which a load of its prompt counts
     static constexpr double kFast = 0.7, kSlow = 0.93;
@@ -81,19 +82,23 @@ class Planner {
     static constexpr double kPromptStep = 0.25;      // weight of a seen layer of a prompt
     static constexpr double kMostSlower = 4.0;       // a layer of a prompt, against its parts; a pause says little
     static constexpr int kDisplaced = 12;            // residents whose worth is compared with what a layer loads
-    // Shadows: means of about kWindow tokens, compared every kJudged tokens; one is followed if it takes less than kBetter
-    // of what is seen. What is known of the own rule fades by kFades at each comparison, so it is tried again.
-    static constexpr int kWindow = 64, kJudged = 8;
-    static constexpr double kBetter = 0.97, kFades = 0.99;
+    // Shadows: means of about kWindow tokens, compared every kJudged tokens; the own rule is left for one that has saved
+    // kMargin tokens' time. What is known of the own rule is of kOwnWindow tokens that followed it, and fades by kFades at each
+    // comparison, so it is tried again, after kTrusted tokens of another rule at the earliest.
+    static constexpr int kShadows = 3, kWindow = 64, kOwnWindow = 128, kJudged = 8, kTrusted = 24;
+    static constexpr double kMargin = 2.0, kFades = 0.995;
+    static constexpr double kLoaded = 0.25;  // of S: what the rule `split` gains by a load
+    static constexpr double kRest = 0.5;     // of a request's remaining tokens: those for which its average of use holds
     static constexpr std::uint8_t kLoading = 1, kResident = 2;  // SlotState; 3: staged, here but outside the slots
 
     // states: [L * E], the caller's, read only: absent 0, loading 1, resident 2, staged 3.
     Planner(int layers, int experts, int top_k, int slots, int workers, const PlannerCosts& costs,
             const std::uint8_t* states, std::uint32_t without)
         : layers_(layers), experts_(experts), slots_(slots), workers_(workers), without_(without), costs_(costs),
-          states_(states), fast_(keys(), double(top_k) / experts), slow_(fast_), request_(fast_), popular_(fast_),
+          states_(states), fast_(keys(), double(top_k) / experts), slow_(fast_), request_(fast_), popular_(fast_), fresh_(keys(), 0.0),
           value_(keys(), double(top_k) / experts / (1 - kDiscount)), last_(keys(), -1000),
-          shadows_{Shadow(keys()), Shadow(keys()), Shadow(keys())}, saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), missed_(saved_.size(), 0), pooled_(keys(), 0), foreign_(keys(), 0),
+          shadows_{Shadow(keys()), Shadow(keys()), Shadow(keys())},
+          saved_(static_cast<std::size_t>(layers), std::min(costs.near_s, costs.copy_s)), missed_(saved_.size(), 0), pooled_(keys(), 0), foreign_(keys(), 0),
           need_(static_cast<std::size_t>(experts), 0), chance_(static_cast<std::size_t>(experts), 0.0),
           share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
           hits_(misses_.size()), flights_(misses_.size()), sorted_(misses_.size()), away_(misses_.size()), ranked_(misses_.size()),
@@ -101,7 +106,7 @@ class Planner {
           span_(static_cast<std::size_t>(experts) + 1), order_(misses_.size()),
           wanted_(std::max<std::size_t>(kPool, misses_.size())) {
         const double rest = 1 / (1 - kDiscount);
-        const double start[kFeatures] = {0.0, 0.0, 0.0, rest, 0.0}, fixed[kFeatures] = {0.0, 1.5, 1.0, 7.0, 0.0};
+        const double start[kFeatures] = {0.0, 0.0, 0.0, rest, 0.0, 0.0}, fixed[kFeatures] = {0.0, 1.5, 1.0, 7.0, 0.0, 0.0};
         for (int i = 0; i < kFeatures; ++i) {
             first_[i] = start[i];
             weights_[i] = off(Without::learning) ? fixed[i] : start[i];
@@ -222,21 +227,23 @@ class Planner {
             if (w < flying && off(Without::refusal)) break;
             if (w < flying - 4 && w > 0) continue;  // the far copies one by one, or none
             fill_spans(missing, flying, w);
-            double gpu = now_s + here_s, link = link0, gain = 0.0;
-            for (int i = 0; i < w; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s;
+            double gpu = now_s + here_s, link = link0, gain = 0.0, runs = here_s;
+            for (int i = 0; i < w; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s, runs += flights_[i].gpu_s;
             for (int k = 0; k <= missing; ++k) {
                 if (k) {
                     if (off(Without::split) && workers_) break;
                     const Need& m = misses_[k - 1];
                     link += costs_.copy_s;
                     gpu = std::max(gpu, link) + m.gpu_s;
-                    if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * more_worth(m.value, share_[k - 1], decode);
+                    runs += m.gpu_s;
+                    if (decode && follows_ == Follow::split) gain += kLoaded * saved;
+                    else if (!off(Without::future) && !(decode && follows_ != Follow::own)) gain += (1 - filled) * kept * saved * more_worth(m.value, share_[k - 1], decode);
                 }
                 if (span_[k] > 0 && (!workers_ || (decode && follows_ == Follow::on_demand))) continue;
                 if (decode && follows_ == Follow::fill && k + w > 0) continue;
                 const double near = span_[k] > 0 ? near_end(start, span_[k], link) : now_s;
                 const Source by = source(span_[k] > 0, busy || k + w);
-                const double parts = std::max(gpu, near);
+                const double parts = std::max(gpu + (span_[k] > 0 ? beside_s(runs) : 0.0), near);
                 const double end = (decode ? parts + charge(by) : now_s + (parts - now_s) * slower(by)) - gain;
                 if (Split& found = best[(k + w > 0) + 2 * (span_[k] > 0)]; end < found.end) found = {end, k, w};
             }
@@ -263,15 +270,21 @@ class Planner {
         for (int i = missing - 1; i >= loads; --i) span = std::max(span, give(misses_[i], action, worker)), ++out.near_count;
         const double demand = link;
         if (away) run_away(away, now_s, start, demand, gpu, saved, least, kept, decode, busy || loads + waits, span, action, worker, out);
+        if (span > 0) gpu += beside_s(here_s + after);
         double near = span > 0 ? near_end(start, span, demand) : now_s;
         const double others = now_s + out.owner_s;
         const double plain = std::max({gpu, near, others});  // without background copies
         const bool near_last = span > 0 && near >= std::max(gpu, others);
         Source by = source(span > 0, busy || loads + waits);
 
+        // V looks ten tokens ahead; the request's average tells of the rest of the request
+        const double rest = kRest * std::max(0.0, length_ - static_cast<double>(since_));
+        const double rarest = decode && rest > 0 && missing > loads ? use_of_worst(base) : 1.0;
         for (int i = loads; decode && i < missing; ++i) {
-            const double x = saved * (misses_[i].value - least);
-            if (follows_ == Follow::fill) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, saved, false});
+            double more = misses_[i].value - least;
+            if (more > 0) more = std::max(more, rest * (request_[base + misses_[i].expert] - rarest));
+            const double x = saved * more;
+            if (follows_ == Follow::fill) pool_newest({static_cast<std::int32_t>(base) + misses_[i].expert, -1, 0.0, false});
             if (x <= 0 || follows_ != Follow::own) continue;
             asked_ += 0.01;
             if (!off(Without::background)) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, x, false});
@@ -309,7 +322,7 @@ class Planner {
             for (; h < hits; ++h) {
                 const int to = least_loaded();
                 const double more = std::max(span, load_[to] + hits_[h].work);
-                const double on_gpu = std::max(now_s + left - hits_[h].gpu_s + after, tail);
+                const double runs = left - hits_[h].gpu_s + after, on_gpu = std::max(now_s + runs, tail) + beside_s(runs);
                 const double end = std::max({on_gpu, near_end(start, more, demand, demand, t), others});
                 if (end + more_s >= was) break;
                 give(hits_[h], action, worker);
@@ -334,6 +347,11 @@ class Planner {
         out.link_s = demand;
         expected_s_ = out.end_s - now_s;
 
+        if (decode && !since_ && starts_) {  // from here on every rule begins with the same residents
+            for (Shadow& one : shadows_)
+                for (int e = 0; e < experts_; ++e) one.holds[base + e] = states_[base + e] >= kResident;
+            filling_ = 0, link_s_ = 0.0;
+        }
         alone_ &= !owners;
         if (decode && alone_) run_shadows(base, n, needed, rows);
         if (!decode) {
@@ -375,15 +393,16 @@ class Planner {
         }
         const bool learn = since_ > 0 && !off(Without::learning) && !off(Without::values);
         if (learn) remember(base);
-        double *f = &fast_[base], *s = &slow_[base], *q = &request_[base], *p = &popular_[base], *v = &value_[base];
+        double *f = &fast_[base], *s = &slow_[base], *q = &request_[base], *p = &popular_[base], *g = &fresh_[base], *v = &value_[base];
         const double *u = share_.data(), by_request = 1 / (80.0 + since_), by_all = 1 / (steps_ + known_);
-        const double w0 = weights_[0], w1 = weights_[1], w2 = weights_[2], w3 = weights_[3], w4 = weights_[4];
+        const double w0 = weights_[0], w1 = weights_[1], w2 = weights_[2], w3 = weights_[3], w4 = weights_[4], w5 = weights_[5];
         for (int e = 0; e < experts_; ++e) {
             p[e] += (u[e] - p[e]) * by_all;
             f[e] = kFast * f[e] + (1 - kFast) * u[e];
             s[e] = kSlow * s[e] + (1 - kSlow) * u[e];
             q[e] += (u[e] - q[e]) * by_request;
-            v[e] = w0 + w1 * f[e] + w2 * s[e] + w3 * q[e] + w4 * p[e];
+            g[e] = need_[e] > 0 ? 1.0 : kDiscount * g[e];
+            v[e] = w0 + w1 * f[e] + w2 * s[e] + w3 * q[e] + w4 * p[e] + w5 * g[e];
         }
         if (learn) accumulate(base);
         for (int i = 0; i < n; ++i) last_[base + needed[i]] = steps_;
@@ -399,6 +418,8 @@ class Planner {
         forget_pool();
         if (since_) length_ += 0.2 * (static_cast<double>(since_) - length_);
         since_ = 0;
+        starts_ = requests == batch;
+        if (starts_) changed();
         const double others = double(batch - requests) / batch;
         for (int l = 0; l < layers_; ++l) {
             const std::size_t base = static_cast<std::size_t>(l) * experts_;
@@ -407,7 +428,10 @@ class Planner {
                 const double one = use_after_prompt(k, static_cast<double>(counts[k]), tokens, requests, batch);
                 const double use = others > 0 ? 1 - (1 - one) * (1 - others * request_[k]) : one;
                 fast_[k] = slow_[k] = request_[k] = use;
-                value_[k] = follows_ != Follow::own ? recent(k) : dot(use, use, use, popular_[k]);
+                fresh_[k] = 0.0;
+                if (counts[k] > 0)  // as long ago as it is used every so many tokens
+                    last_[k] = std::max<std::int64_t>(last_[k], steps_ - std::max(1L, std::lround(tokens / static_cast<double>(counts[k]))));
+                value_[k] = follows_ != Follow::own ? recent(k) : dot(use, use, use, popular_[k], 0.0);
                 if (off(Without::values)) {
                     last_[k] = steps_ - std::min(40L, std::max(1L, std::lround(1 / std::max(use, 0.02))));
                     value_[k] = recent(k);
@@ -528,6 +552,8 @@ class Planner {
     double offset(Source by) const { return known(by).offset_s; }
     // Its offset, and more the more it errs.
     double charge(Source by) const { return offset(by) + kDoubt * known(by).spread_s; }
+    // Seconds more of experts on the GPU that run beside near-data work, since that takes cores or bandwidth.
+    double beside_s(double runs_s) const { return (costs_.beside - 1.0) * runs_s; }
     // Seconds of the last planned layer by its parts.
     double modelled_s() const { return std::max({0.0, here_s_, near_s_}); }
     // How many times as long as their parts a prompt's layers of a source take.
@@ -568,14 +594,14 @@ class Planner {
     }
     static double together(double p, int rows) { return rows == 1 ? p : 1 - std::pow(1 - p, rows); }
     double recent(std::size_t k) const { return std::pow(kDiscount, static_cast<double>(steps_ - last_[k])); }
-    double dot(double f, double s, double q, double p) const {
-        return weights_[0] + weights_[1] * f + weights_[2] * s + weights_[3] * q + weights_[4] * p;
+    double dot(double f, double s, double q, double p, double g) const {
+        return weights_[0] + weights_[1] * f + weights_[2] * s + weights_[3] * q + weights_[4] * p + weights_[5] * g;
     }
     // V of an expert once it has been used now.
     double value_if_used(std::size_t k) const {
         if (off(Without::values) || follows_ != Follow::own) return 1.0;
         const double q = request_[k], n = 80.0 + since_;
-        return dot(kFast * fast_[k] + (1 - kFast), kSlow * slow_[k] + (1 - kSlow), q + (1 - q) / n, popular_[k]);
+        return dot(kFast * fast_[k] + (1 - kFast), kSlow * slow_[k] + (1 - kSlow), q + (1 - q) / n, popular_[k], 1.0);
     }
     // Use of an expert in a decode step of the prompt's request, from its rows in the prompt and its popularity.
     double use_after_prompt(std::size_t k, double count, double tokens, int requests, int batch) const {
@@ -584,7 +610,7 @@ class Planner {
     }
     double value_after_prompt(std::size_t k, double count, double tokens) const {
         const double use = use_after_prompt(k, count, tokens, 1, 1);
-        return off(Without::values) ? use : dot(use, use, use, popular_[k]);
+        return off(Without::values) ? use : dot(use, use, use, popular_[k], 0.0);
     }
     // Misses by what loading them is worth, then as they are needed. Ranks move, not the misses: a third of the time.
     void sort_misses(int missing, double saved) {
@@ -628,6 +654,13 @@ class Planner {
         std::sort(share_.begin(), share_.begin() + slots_);
         std::fill(share_.begin() + slots_, share_.end(), std::numeric_limits<double>::infinity());
         std::fill(chance_.begin(), chance_.end(), 0.0);
+    }
+    // The request's average of use of the resident of least V that is not needed now; 1: there is none.
+    double use_of_worst(std::size_t base) const {
+        int worst = -1;
+        for (int e = 0; e < experts_; ++e)
+            if (states_[base + e] == kResident && !(need_[e] > 0) && (worst < 0 || value_[base + e] < value_[base + worst])) worst = e;
+        return worst < 0 ? 1.0 : request_[base + worst];
     }
     // The least V of a layer's residents; 0: a slot is free.
     double least_value(int layer) const {
@@ -741,29 +774,36 @@ class Planner {
     double one_less(int missing, int flying, int waits, int moved, double now_s, double link0, double start, double here_s) {
         const int count = missing - 1;
         fill_spans(count, flying, waits, moved);
-        double gpu = now_s + here_s + misses_[count].gpu_s, link = link0, best = std::numeric_limits<double>::infinity();
-        for (int i = 0; i < waits; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s;
+        double runs = here_s + misses_[count].gpu_s, gpu = now_s + runs, link = link0, best = std::numeric_limits<double>::infinity();
+        for (int i = 0; i < waits; ++i) gpu = std::max(gpu, flights_[i].arrives_s) + flights_[i].gpu_s, runs += flights_[i].gpu_s;
         for (int k = 0; k <= count; ++k) {
             if (k) {
                 if (off(Without::split) && workers_) break;
                 link += costs_.copy_s;
                 gpu = std::max(gpu, link) + misses_[k - 1].gpu_s;
+                runs += misses_[k - 1].gpu_s;
             }
             if (!workers_ && span_[k] > 0) continue;
-            best = std::min(best, std::max(gpu, span_[k] > 0 ? near_end(start, span_[k], link) : now_s));
+            best = std::min(best, std::max(gpu + (span_[k] > 0 ? beside_s(runs) : 0.0), span_[k] > 0 ? near_end(start, span_[k], link) : now_s));
         }
         return best;
     }
 
     // -- shadows: what simple rules would have taken, on caches of their own
 
-    struct Rate {  // of a rule: seconds of this token's layers so far, and of about the last kWindow tokens
-        double layers_s = 0.0, sum_s = 0.0, tokens = 0.0;
-        void token() {
+    // Of a rule, seconds of this token's layers so far; means of about kWindow tokens: all, and those since the last change;
+    // and the sum over about kOwnWindow tokens that followed the own rule.
+    struct Rate {
+        double layers_s = 0.0, sum_s = 0.0, tokens = 0.0, since_s = 0.0, since = 0.0, own_s = 0.0;
+        void token(bool own) {
+            if (own) own_s = (1.0 - 1.0 / kOwnWindow) * own_s + layers_s;
             const double keeps = 1.0 - 1.0 / kWindow;
-            sum_s = keeps * sum_s + layers_s, tokens = keeps * tokens + 1.0, layers_s = 0.0;
+            sum_s = keeps * sum_s + layers_s, tokens = keeps * tokens + 1.0;
+            since_s = keeps * since_s + layers_s, since = keeps * since + 1.0, layers_s = 0.0;
         }
         double mean() const { return tokens > 0 ? sum_s / tokens : 0.0; }
+        double since_mean() const { return since > 0 ? since_s / since : 0.0; }
+        void changed() { since_s = since = 0.0; }
     };
     struct Shadow {  // an LRU of each layer, whose stamps are `last_`
         explicit Shadow(std::size_t keys) : holds(keys, 0) {}
@@ -788,10 +828,11 @@ class Planner {
                 if (rule == Follow::fill)
                     for (int i = 0; i < missing; ++i) enqueue(static_cast<std::int32_t>(base) + order_[at(i)]);
                 const double fills_s = rule == Follow::fill ? filling_ * costs_.copy_s - link_s_ : 0.0;
-                took_s = std::numeric_limits<double>::infinity();
+                const double gain_s = rule == Follow::split ? kLoaded * saved_[base / static_cast<std::size_t>(experts_)] : 0.0;
+                double least = std::numeric_limits<double>::infinity();
                 for (int k = rule == Follow::split ? 0 : loads, most = loads; k <= most; ++k) {
                     const double end = shadow_end(here_s, gpu_s, missing, k, work * (missing - k) / missing, fills_s);
-                    if (end < took_s) took_s = end, loads = k;
+                    if (end - k * gain_s < least) least = end - k * gain_s, took_s = end, loads = k;
                 }
             }
             of.layer_s = took_s;
@@ -804,12 +845,15 @@ class Planner {
     double shadow_end(double here_s, double gpu_s, int missing, int k, double work, double fills_s) const {
         if (k < missing && !workers_) return std::numeric_limits<double>::infinity();
         const double link_s = k ? k * costs_.copy_s : fills_s;
-        const double gpu = k ? std::max(here_s + k * gpu_s, link_s + gpu_s) : here_s;
+        const double runs = here_s + k * gpu_s;
+        const double gpu = (k ? std::max(runs, link_s + gpu_s) : here_s) + (k < missing ? beside_s(runs) : 0.0);
         const double near = k < missing ? near_end(costs_.message_s, work / workers_, link_s) : 0.0;
         return std::max(gpu, near) + std::max(0.0, offset(source(k < missing, link_s > 0)));
     }
     void enqueue(std::int32_t key) {
-        if (filling_ < kPool && std::find(queue_, queue_ + filling_, key) == queue_ + filling_) queue_[filling_++] = key;
+        if (std::find(queue_, queue_ + filling_, key) != queue_ + filling_) return;
+        if (filling_ == kPool) std::copy(queue_ + 2, queue_ + filling_--, queue_ + 1);  // the first one is under way
+        queue_[filling_++] = key;
     }
     void copy_behind(Shadow& of, double seconds) {
         link_s_ = filling_ ? link_s_ + seconds : 0.0;
@@ -822,6 +866,7 @@ class Planner {
                 evict_oldest(of, at(layer * experts_));
         }
         filling_ -= arrived;
+        if (!filling_) link_s_ = 0.0;  // it was idle
         std::copy(queue_ + arrived, queue_ + arrived + filling_, queue_);
     }
     void evict_oldest(Shadow& of, std::size_t base) {
@@ -838,37 +883,53 @@ class Planner {
     std::int64_t last_use(std::size_t base, int e) const {
         return base == planned_base_ && need_[at(e)] > 0 ? steps_ : last_[base + e];
     }
-    // Every kJudged tokens: follow whichever takes less, the price of moving to its residents included.
+    // Every kJudged tokens: follow the rule that takes least, if it has saved kMargin tokens' time since the last change, and
+    // pays for moving to its residents within kWindow tokens. While another rule is followed, the own one is put at so much of
+    // the best shadow as it took when it was followed.
     void judge() {
         if (!(seen_rate_.layers_s > 0)) return;  // no layer was planned
-        seen_rate_.token();
-        const Shadow* best = shadows_;
-        for (Shadow& one : shadows_) {
-            one.rate.token();
-            if (one.rate.mean() < best->rate.mean()) best = &one;
+        const bool own = follows_ == Follow::own, settles = settling_ > 0;
+        seen_rate_.token(own);
+        for (Shadow& one : shadows_) one.rate.token(own);
+        if (settles) --settling_, changed();
+        if (off(Without::shadows) || !workers_ || !alone_ || steps_ % kJudged != 0 || settles) return;
+        const int now = static_cast<int>(follows_) - 1;
+        const auto takes_s = [&](int i) { return own ? shadows_[i].rate.since_mean() : shadows_[i].rate.mean(); };
+        int best = 0;
+        double least_s = shadows_[0].rate.own_s;
+        for (int i = 1; i < kShadows; ++i) {
+            if (takes_s(i) < takes_s(best)) best = i;
+            least_s = std::min(least_s, shadows_[i].rate.own_s);
         }
-        if (off(Without::shadows) || !workers_ || !alone_ || steps_ % kJudged != 0 || best->rate.tokens < 1) return;
-        double now_s = seen_rate_.mean();
-        if (follows_ != Follow::own) {
-            known_own_s_ *= kFades;
-            now_s = std::max(now_s, shadow_token_s(follows_));
-            if (now_s > known_own_s_) return follow(Follow::own);
+        const double tokens = own ? seen_rate_.since : kWindow;
+        double now_s = own ? seen_rate_.since_mean() : takes_s(now);
+        const double gain_s = now_s - takes_s(best);
+        fade_ = own ? 1.0 : kFades * fade_;
+        if (!own && seen_rate_.since >= kTrusted) {
+            now_s *= std::max(1.0, seen_rate_.since_mean() / shadows_[now].rate.since_mean());
+            if (fade_ * seen_rate_.own_s / least_s * takes_s(best) < now_s) return follow(Follow::own);
         }
-        int moves = 0;  // experts in use that the rule would hold: each is a miss once
-        for (std::size_t k = 0; k < best->holds.size(); ++k)
-            moves += best->holds[k] && states_[k] == 0 && steps_ - last_[k] <= kJudged;
-        const auto rule = static_cast<Follow>(best - shadows_ + 1);
-        const double move_s = rule == Follow::on_demand ? costs_.copy_s : std::min(costs_.copy_s, costs_.near_busy_s / workers_);
-        if (rule == follows_ || best->rate.mean() + moves * move_s / kWindow >= kBetter * now_s) return;
-        if (follows_ == Follow::own) known_own_s_ = now_s;
-        follow(rule);
+        if (best != now && gain_s * tokens > kMargin * now_s && gain_s * kWindow > move_s(best)) follow(static_cast<Follow>(best + 1));
+    }
+    // Of the experts in use that a rule would hold: each is a miss once.
+    double move_s(int shadow) const {
+        int moves = 0;
+        const std::vector<std::uint8_t>& holds = shadows_[shadow].holds;
+        for (std::size_t k = 0; k < holds.size(); ++k) moves += holds[k] && states_[k] == 0 && steps_ - last_[k] <= kJudged;
+        const bool on_link = static_cast<Follow>(shadow + 1) == Follow::on_demand;
+        return moves * (on_link ? costs_.copy_s : std::min(costs_.copy_s, costs_.near_busy_s / workers_));
     }
     void follow(Follow rule) {
         follows_ = rule;
-        seen_rate_ = Rate();
+        settling_ = rule == Follow::own ? 0 : kJudged;
+        changed();
         forget_pool();
         if (rule != Follow::own)  // else `used` does it, layer by layer
             for (std::size_t k = 0; k < value_.size(); ++k) value_[k] = recent(k);
+    }
+    void changed() {
+        seen_rate_.changed();
+        for (Shadow& one : shadows_) one.rate.changed();
     }
 
     // -- background copies: the best kPool, kept until their layer comes
@@ -891,6 +952,16 @@ class Planner {
         int i = pool_count_++;
         for (; i > 0 && pool_[i - 1].worth_s < one.worth_s; --i) pool_[i] = pool_[i - 1];
         pool_[i] = one;
+        pooled_[at(one.key)] = 1;
+    }
+    // Behind those that are there; the oldest leaves a full pool.
+    void pool_newest(const Wanted& one) {
+        if (pooled_[at(one.key)]) return;
+        if (pool_count_ == kPool) {
+            pooled_[at(pool_[0].key)] = 0;
+            std::copy(pool_ + 1, pool_ + pool_count_--, pool_);
+        }
+        pool_[pool_count_++] = one;
         pooled_[at(one.key)] = 1;
     }
     void prefetch(int layer, double demand, double next) {
@@ -934,7 +1005,8 @@ class Planner {
             if (rest > 0 && !workers_) continue;
             if (rest > 0 && off(Without::split) && k) break;
             const double link = loads * costs_.copy_s;
-            const double gpu = std::max((hits + loads) * gpu_s, loads > 0 ? link + gpu_s : 0.0);
+            const double runs = (hits + loads) * gpu_s;
+            const double gpu = std::max(runs, loads > 0 ? link + gpu_s : 0.0) + (rest > 0 ? beside_s(runs) : 0.0);
             const double near = rest > 0 ? near_end(costs_.message_s, std::max(1.0, rest / workers) * work, link) : 0.0;
             best = std::min(best, std::max(gpu, near));
         }
@@ -1000,7 +1072,7 @@ class Planner {
         for (int e = static_cast<int>((4 - steps_ % 4) % 4); e < experts_; e += 4) {
             const std::size_t k = base + e;
             double* v = before_[sampled_++ % kSamples];
-            v[0] = 1.0, v[1] = fast_[k], v[2] = slow_[k], v[3] = request_[k], v[4] = popular_[k];
+            v[0] = 1.0, v[1] = fast_[k], v[2] = slow_[k], v[3] = request_[k], v[4] = popular_[k], v[5] = fresh_[k];
         }
     }
     void accumulate(std::size_t base) {
@@ -1010,7 +1082,7 @@ class Planner {
             const std::size_t k = base + e;
             const double* v = before_[i++ % kSamples];
             const double d[kFeatures] = {v[0] - kDiscount, v[1] - kDiscount * fast_[k], v[2] - kDiscount * slow_[k],
-                                         v[3] - kDiscount * request_[k], v[4] - kDiscount * popular_[k]};
+                                         v[3] - kDiscount * request_[k], v[4] - kDiscount * popular_[k], v[5] - kDiscount * fresh_[k]};
             const double u = need_[e];
             for (int a = 0; a < kFeatures; ++a) {
                 to[a] += v[a] * u;
@@ -1063,9 +1135,9 @@ class Planner {
     std::uint32_t without_;
     PlannerCosts costs_;
     const std::uint8_t* states_;
-    std::vector<double> fast_, slow_, request_, popular_, value_;  // [L * E]: phi, and V
+    std::vector<double> fast_, slow_, request_, popular_, fresh_, value_;  // [L * E]: phi, and V
     std::vector<std::int64_t> last_;                               // [L * E]: step of the last use
-    Shadow shadows_[3];  // by Follow - 1
+    Shadow shadows_[kShadows];  // by Follow - 1
     std::vector<double> saved_;                                    // [L]: S
     std::vector<int> missed_;                                      // [L]: decode layers with misses
     std::vector<std::uint8_t> pooled_, foreign_;                   // [L * E]; foreign: of another GPU when last needed
@@ -1081,7 +1153,9 @@ class Planner {
     Rate seen_rate_;
     Follow follows_ = Follow::own;
     bool alone_ = true;           // no expert was another GPU's: the shadows know one GPU
-    double known_own_s_ = 0.0;    // of a token by the own rule, before another was followed
+    bool starts_ = false;         // all that decode began with the last prompts
+    int settling_ = 0;            // tokens until the residents are taken to be the followed rule's
+    double fade_ = 1.0;           // of what is known of the own rule
     std::int32_t queue_[kPool];   // of the shadow that fills: copies that have not ended, and what the link did of them
     int filling_ = 0;
     double link_s_ = 0.0;

@@ -6,14 +6,13 @@
 #include <string>
 
 #include "dense.hpp"
-#include "expert_ffn.hpp"
+#include "experts.hpp"
 #include "importance.hpp"
 #include "substitute.hpp"
 
 namespace tiermoe {
 
 struct KernelTable {
-    decltype(&expert_ffn_f32) expert_ffn;
     decltype(&combine_f32) combine;
     decltype(&tiermoe::router_scores) router_scores;
     decltype(&tiermoe::misses_fit) misses_fit;
@@ -48,11 +47,11 @@ struct LayerStep {
 inline std::string capsule_name(const char* what) {
     std::string name = std::string("tiermoe.") + what + ".2";
     for (const std::size_t size : {sizeof(KernelTable), sizeof(LayerInput), sizeof(Spent), sizeof(LayerStep),
-                                   sizeof(Importance), sizeof(Substitution), sizeof(Group)})
+                                   sizeof(Importance), sizeof(Substitution), sizeof(Group), sizeof(Experts)})
         name += "." + std::to_string(size);
     return name;
 }
 inline const std::string kKernelTable = capsule_name("KernelTable"), kLayerStep = capsule_name("LayerStep");
-inline const std::string kImportance = capsule_name("Importance");
+inline const std::string kImportance = capsule_name("Importance"), kExperts = capsule_name("Experts");
 
 }  // namespace tiermoe

@@ -68,7 +68,7 @@ def cache_of(
         budget=Budget(nbytes=slots * shape.nbytes(dtype.itemsize)),
         copies=CopySettings(**copies),
     )  # fmt: skip
-    return make_cache(settings, ModelExperts(shape, weights, dtype), device, len(weights) * shape.num_experts)
+    return make_cache(settings, ModelExperts(shape, weights, dtype), device, range(len(weights) * shape.num_experts))
 
 
 class Looker:

@@ -12,6 +12,7 @@ from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.host_times import Calls, device_calls
+from tiermoe.actors.engine.serving import recorded as recorded_module
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, KvSettings
 from tiermoe.cluster.config import load_policy
@@ -72,3 +73,29 @@ def test_long_contexts_and_other_rows_have_recordings_of_their_own(tmp_path: Pat
                 assert {(1, 1), (1, 2), (3, 2)} <= keys
     assert found[0] == found[1]
     torch.cuda.synchronize()
+
+
+def test_serving_goes_on_after_a_failed_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocation that no device has, inside the capture: the step runs again, and later ones are recorded."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    store = prepared(save_tiny_checkpoint("qwen3_moe", tmp_path / "model", **layers), tmp_path / "store")
+    monkeypatch.setattr(recorded_module, "_REST", 4)
+    with serving(store, _settings("graphs", policy("next-gate"))) as worker:
+        recorded, norm = worker.batcher._manager.steps.recorded, worker.model.model.norm
+        expected = greedy(worker, PROMPTS[:1], TOKENS)
+        recorded._recordings.clear()
+        forward, tried = norm.forward, []
+
+        def lacking(hidden: torch.Tensor) -> torch.Tensor:
+            if torch.cuda.is_current_stream_capturing() and not tried:
+                tried.append(torch.cuda.mem_get_info()[0])
+                torch.empty(1 << 45, dtype=torch.uint8, device=hidden.device)
+            return forward(hidden)
+
+        monkeypatch.setattr(norm, "forward", lacking)
+        assert greedy(worker, PROMPTS[:1], TOKENS) == expected
+        assert (recorded.problem, recorded.refused, len(tried)) == (None, 1, 1)
+        torch.cuda.empty_cache()  # asserts where the allocator still takes from the failed capture's pool
+        replays = recorded.replays
+        assert greedy(worker, PROMPTS[:1], TOKENS) == expected
+        assert recorded.replays > replays

@@ -90,9 +90,9 @@ def tiny(
     return replace(whole, sections=tuple(sections), workload=workload, grid=grid, **changes)
 
 
-def ran(experiment: Experiment, folder: Path, **more: Any) -> tuple[Report, Journal]:
+def ran(experiment: Experiment, folder: Path) -> tuple[Report, Journal]:
     """Run into a folder, and write its page."""
-    report, journal = run_experiment(experiment, out=folder / f"{experiment.name}.json", **more)
+    report, journal = run_experiment(experiment, out=folder / f"{experiment.name}.json")
     write_folder(experiment, report.as_dict(), folder)
     return report, journal
 
@@ -168,7 +168,7 @@ def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == names
 
     earlier = tmp_path / "activeevict.json"
-    both, journal = ran(experiment("emulated"), tmp_path, earlier=earlier)
+    both, journal = ran(experiment("emulated"), tmp_path)
     assert both.executor == "simulated, emulated"
     assert both.rows[: len(report.rows)] == report.rows
     emulated = [bar.name for bar in both.bars if "emulated" in bar.name]
@@ -188,7 +188,7 @@ def test_activeevict_and_runs_that_are_added_to_its_replays(tmp_path: Path, monk
     assert values["loaded_mb"] == pytest.approx(on_demand["replayed"]["loaded_mb"], rel=1e-4)
     assert values["total_ms"] == pytest.approx(on_demand["replayed"]["total_ms"], rel=1e-3)
     monkeypatch.setattr(run, "measure_cell", lambda *a: pytest.fail("served again"))
-    assert run_experiment(experiment("emulated"), out=earlier, earlier=earlier)[0].rows == both.rows
+    assert run_experiment(experiment("emulated"), out=earlier)[0].rows == both.rows
     journal.discard()
     assert {path.name for path in tmp_path.iterdir()} == names
 

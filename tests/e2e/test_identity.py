@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from quick import quick
 from serving import Reference, serving, serving_locally, settings
 
-from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget
+from tiermoe.actors.budget import MARGIN_BYTES, MARGIN_SHARE, AutoBudget, Budget
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.policies.moepic.configure import Times
@@ -45,6 +45,17 @@ def preset(name: str, budget: float | AutoBudget = 0.25, tau: int = 40, **more: 
         made = made.model_copy(update={"split": made.split.model_copy(update={"tau": tau, "min_gain": 0.0})})
         more.setdefault("link", LINK)
     return settings(budget, policy=made, kv=KV, **more)
+
+
+def test_experts_run_where_the_store_maps_them(store: ExpertStore, reference: Reference) -> None:
+    """Without slots: nothing is copied and no memory is taken, and experts of many rows and of few are exact."""
+    with serving(store, settings(Budget(mapped=True), policy=load_policy("all-resident"), kv=KV)) as worker:
+        reference.check(worker, 4)
+        stats, plan = worker.stats(), worker.plan()
+        assert (stats.executor, stats.expert_bytes_peak, stats.bytes_preloaded) == ("real", 0, 0)
+        assert all(layer.hits and not layer.misses for layer in stats.layers)
+        assert plan["mapped"]
+        assert plan["slots"] == plan["experts"] == LAYERS * EXPERTS
 
 
 def custom(

@@ -109,6 +109,31 @@ def test_a_sequence_has_the_same_bits_alone_and_beside_longer_ones(monkeypatch: 
     assert torch.equal(alone, together[:1])
 
 
+@pytest.mark.parametrize(("sequences", "window", "sinks"), [
+    ([(300, 1), (3, 1), (127, 1)], None, False), ([(0, 150), (200, 70), (63, 1), (0, 1)], None, True),
+    ([(300, 40), (5, 1)], 50, True),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_program_that_takes_all_splits_gives_the_same_bits(
+    sequences: list[tuple[int, int]], window: int | None, sinks: bool, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Prompts whose partial sums would take gigabytes; a token's own attention must not depend on what is beside it."""
+    monkeypatch.setattr(attention, "SPLIT", 64)
+    batch = Batch(sequences, 4, 2, 16, window, dtype)
+    more = {"sinks": torch.tensor([-1.0, 0.0, 1.0, 3.0], device=DEVICE)} if sinks else {}
+    found = []
+    for most in (1 << 40, 0):
+        monkeypatch.setattr(attention, "_launches", {})
+        monkeypatch.setattr(attention, "_SUMS_BYTES", most)
+        found.append(batch.attend(**more))
+        assert [key[-2] for key in attention._launches] == [most == 0]
+    assert torch.equal(*found)
+    if not sinks:
+        near = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(found[1].double(), torch.cat(batch.wanted), rtol=near, atol=near)
+
+
 def test_half_precision() -> None:
     batch = Batch([(40, 1), (7, 3)], 4, 2, 16, dtype=torch.bfloat16)
     torch.testing.assert_close(batch.attend().double(), torch.cat(batch.wanted), rtol=3e-2, atol=3e-2)

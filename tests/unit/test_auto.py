@@ -23,7 +23,7 @@ from tiermoe.actors.policies.auto import (
 
 HERE, WAIT, LOAD, NEAR, OWNER = Action
 COSTS = Costs(10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)  # a copy takes 10, near data 4, the GPU 1
-_SECONDS = (10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)
+_SECONDS = (10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0, 1.0)
 _NO_INTS = np.zeros(0, np.int32)
 ABSENT, LOADING, RESIDENT = 0, 1, 2
 
@@ -616,6 +616,15 @@ def test_within_5_percent_of_brute_force_on_average() -> None:
     assert np.max(over) <= 1.25
 
 
+@pytest.mark.parametrize(("beside", "end_s", "near"), [(1.0, 4.0, 1), (3.0, 6.0, 1), (8.0, 11.0, 0)])
+def test_near_data_work_that_slows_the_gpu_is_charged_for_it(beside: float, end_s: float, near: int) -> None:
+    """Two hits of 1 beside a miss, which takes 4 near data and 11 over the link."""
+    planner = auto(COSTS._replace(beside=beside), without=Without.FUTURE | Without.RESIDENTS)
+    planner.states[0, :2] = RESIDENT
+    plan = planner.plan(0, np.array([0, 1, 2], np.int32), np.ones(3, np.int32), 0.0, 0.0)
+    assert (plan.end_s, plan.near_data) == (pytest.approx(end_s), near)
+
+
 def test_the_split_is_that_of_the_first_simulation() -> None:
     """Its loop over the number of loads, for one worker and hits, misses and free rows as drawn."""
     rng = np.random.default_rng(1)
@@ -650,9 +659,10 @@ def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
     """Averages and temporal differences in NumPy, over 60 tokens of two layers."""
     layers, experts, gamma = 2, 8, 0.9
     planner, rng = auto(), np.random.default_rng(5)
-    w = np.array([0.0, 0.0, 0.0, 10.0, 0.0])
-    first, system, target = w.copy(), np.eye(5) * 20.0, 20.0 * w
-    phi = np.full((layers, experts, 4), 2 / experts)
+    w = np.array([0.0, 0.0, 0.0, 10.0, 0.0, 0.0])
+    first, system, target = w.copy(), np.eye(6) * 20.0, 20.0 * w
+    phi = np.full((layers, experts, 5), 2 / experts)
+    phi[:, :, 4] = 0.0
     value = np.zeros((layers, experts))
     for step in range(60):
         for layer in range(layers):
@@ -663,6 +673,7 @@ def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
             phi[layer, :, 0] = 0.7 * phi[layer, :, 0] + 0.3 * use
             phi[layer, :, 1] = 0.93 * phi[layer, :, 1] + 0.07 * use
             phi[layer, :, 2] += (use - phi[layer, :, 2]) / (80.0 + step)
+            phi[layer, :, 4] = np.where(use > 0, 1.0, 0.9 * phi[layer, :, 4])
             for e in range(experts):
                 if (e + step) % 4 == 0 and step > 0:
                     v1, v2 = np.array([1, *before[e]]), np.array([1, *phi[layer, e]])
@@ -673,7 +684,7 @@ def test_worth_is_learned_from_averages_as_in_the_first_simulation() -> None:
         if step % 4 == 3:
             w = np.linalg.solve(system, target)
             target = target * 0.99 + 0.2 * first
-            system = system * 0.99 + 0.2 * np.eye(5)
+            system = system * 0.99 + 0.2 * np.eye(6)
     assert planner.worths == pytest.approx(value)
     saved = planner.worth_s(0) / value[0, 0]
     assert planner.worth_s(5) == pytest.approx(saved * value[0, 5])

@@ -20,7 +20,9 @@ from tiermoe.actors.budget import (
     Budget,
     ModelSizes,
     activation_bytes,
+    graph_bytes,
     in_words,
+    most_recordings,
 )
 from tiermoe.actors.engine.cache.device import CpuDevice, settle_budget
 from tiermoe.actors.engine.cuda.device import CudaDevice
@@ -47,8 +49,8 @@ def test_what_is_left_is_for_experts() -> None:
     found = TERMS.measured(10 * GIB)
     left = 10 * GIB - GIB - 768 * MIB - margin(10 * GIB)
     assert found.terms == {
-        "free": 10 * GIB, "dense": GIB, "kv": 512 * MIB, "activations": 256 * MIB, "mapped": 0, "processes": 0,
-        "margin": margin(10 * GIB), "experts": left,
+        "free": 10 * GIB, "dense": GIB, "kv": 512 * MIB, "activations": 256 * MIB, "graphs": 0, "mapped": 0,
+        "processes": 0, "margin": margin(10 * GIB), "experts": left,
     }  # fmt: skip
     assert Budget(auto=found).bytes_of(8 * MIB, 1 << 20) == left
     assert sum(found.terms.values()) == 2 * 10 * GIB
@@ -146,6 +148,10 @@ def test_nvidia_smi_says_what_is_free(tmp_path: Path, monkeypatch: pytest.Monkey
     assert gpus_free_bytes({}) == (4096 * MIB - 512 * MIB, 8000 * MIB - 512 * MIB)
     assert gpus_free_bytes({"CUDA_VISIBLE_DEVICES": "1"}) == (8000 * MIB - 512 * MIB,)
     assert gpus_free_bytes({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    both, one = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, {"CUDA_VISIBLE_DEVICES": "1"}
+    assert gpus_free_bytes(both) == ()  # CUDA's GPU 0 may be nvidia-smi's GPU 1
+    assert len(gpus_free_bytes({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})) == 2
+    assert len(gpus_free_bytes(both | one)) == 1
     program.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
     assert gpus_free_bytes({}) == ()
     program.write_text("#!/bin/sh\necho '[N/A]'\n")
@@ -153,12 +159,13 @@ def test_nvidia_smi_says_what_is_free(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_it_is_the_default_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == Budget(share=0.25)
+    assert engine_settings(load_run_config(None, {"emulate": True})).budget == Budget(share=0.25)
     monkeypatch.setattr(configs, "has_gpu", lambda: True)
     monkeypatch.setattr(configs, "gpus_free_bytes", lambda: (GIB,))
     assert engine_settings(load_run_config(None, {"threads": 1})).budget == Budget(auto=AutoBudget())
     assert engine_settings(load_run_config(None, {"threads": 1, "budget": "6GiB"})).budget == Budget(nbytes=6 * GIB)
-    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == Budget(share=0.25)
+    assert engine_settings(load_run_config(None, {"emulate": True})).budget == Budget(share=0.25)
+    assert engine_settings(load_run_config(None, {"device": "cpu"})).budget == Budget(mapped=True)
     assert engine_settings(run_config(None)).budget == Budget(share=0.25)  # of benchmarks: comparable between devices
     monkeypatch.setattr(configs, "gpus_free_bytes", lambda: ())
     assert engine_settings(load_run_config(None, {"threads": 1})).budget == Budget(share=0.25)
@@ -195,6 +202,32 @@ def test_activations_grow_with_what_they_are_of(attention: str) -> None:
     assert activation_bytes(sizes, 1024, 8192, 64, 2, attention) > 1.4 * of
     assert activation_bytes(sizes, 512, 8192, 64, 4, attention) > 1.2 * of
     assert (activation_bytes(sizes, 512, 1 << 16, 64, 2, attention) > of) == (attention != "triton")
+
+
+def test_recorded_decode_steps_are_a_term_on_a_gpu() -> None:
+    """Once they were in none: on a card of 24 GB the margin did not hold them."""
+    sizes = ModelSizes(
+        hidden=2048, heads=32, head_size=128, vocabulary=152_000, mlp=6144, kv=1024, top_k=8, intermediate=768,
+        expert=3 * 768 * 2048,
+    )  # fmt: skip
+    for seqs, tokens, count in ((1, 512, 1), (1, 8192, 5), (2, 8192, 10), (64, 8192, 24), (16, 600, 24)):
+        assert most_recordings(seqs, tokens) == count
+        logits = min(seqs, 16) * 152_000 * 2
+        assert graph_bytes(sizes, 48, seqs, tokens, 2) == count * (49 * 384 * 1024 + logits)
+    with_graphs = TERMS.model_copy(update={"graphs": 300 * MIB})
+    assert with_graphs.measured(10 * GIB).nbytes == TERMS.measured(10 * GIB).nbytes - 300 * MIB
+    assert with_graphs.measured(10 * GIB, lead=False) == TERMS.measured(10 * GIB, lead=False)  # a shard has none
+    assert "300.00 MiB decode graphs" in in_words(with_graphs.measured(10 * GIB).terms, 512, 8192)
+    gpu = {"cluster": {"gpu_memory": "20GiB"}, "threads": 1, "budget": "auto", "device": "cuda"}
+    for given, has in (
+        ({}, True), ({"compile": "off"}, False), ({"attention": "sdpa"}, False), ({"compile": "graphs"}, True),
+        ({"kv": {"batching": "serial"}}, False),
+    ):  # fmt: skip
+        config = load_run_config(None, gpu | given)
+        nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": 1})]
+        auto = decided(config, engine_settings(config), FACTS, nodes, here=False)[0].budget.auto
+        assert auto is not None
+        assert (auto.terms["graphs"] > 0) == has
 
 
 def test_activations_of_the_stand_in_are_an_upper_estimate() -> None:

@@ -190,5 +190,5 @@ def test_a_gpu_without_room_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(SlotPool, "allocate", full)
     with pytest.raises(BudgetError, match=f"cache of {size(shape.nbytes(4))} .*GPU 0 has 1 GiB free") as found:
-        make_cache(settings, ModelExperts(shape, weights, torch.float32), CpuDevice(LinkSettings()), 2)
+        make_cache(settings, ModelExperts(shape, weights, torch.float32), CpuDevice(LinkSettings()), range(2))
     assert "smaller budget" in str(found.value)

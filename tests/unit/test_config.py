@@ -35,6 +35,7 @@ from tiermoe.cluster.config import (
     load_hardware,
     load_policy,
     load_run_config,
+    on_this_machine,
 )
 from tiermoe.cluster.jobs.keys import filled, keys
 from tiermoe.cluster.jobs.options import RUNTIME, Policy, check_budget, with_options
@@ -42,7 +43,7 @@ from tiermoe.cluster.jobs.prepare import default_store_dir
 from tiermoe.cluster.topology import inputs as inputs_module
 from tiermoe.cluster.topology.decided import decided
 from tiermoe.cluster.topology.inputs import LocalRay, local_notes, local_ray, this_machine
-from tiermoe.cluster.topology.spec import NodeInfo
+from tiermoe.cluster.topology.spec import NodeInfo, cluster_spec
 from tiermoe.cluster.worker_process import Role
 from tiermoe.errors import BudgetError, CheckpointError, ConfigError
 
@@ -486,8 +487,9 @@ def test_host_memory_bounds_what_a_plan_may_take() -> None:
 @pytest.mark.parametrize(
     ("given", "expert_bytes", "gpu", "policy"),
     [
-        ({}, 192 << 10, False, "next-gate"),  # 12 us at 16 GB/s, and 10
-        ({}, 799_999, False, "next-gate"), ({}, 800_000, False, "auto"),  # 60 us
+        ({"emulate": True}, 192 << 10, False, "next-gate"),  # 12 us at 16 GB/s, and 10
+        ({"emulate": True}, 799_999, False, "next-gate"), ({"emulate": True}, 800_000, False, "auto"),  # 60 us
+        ({}, 192 << 10, True, "next-gate"),  # of a Ray that is joined: only its nodes say that there are GPUs
         ({"link": {"gbps": 2.0}}, 192 << 10, False, "auto"), ({"link": {"gbps": 8.0}}, 192 << 10, False, "next-gate"),
         ({"link": {"gbps": 8.0}}, 9 << 20, False, "auto"), ({"link": {"gbps": 8.0}}, 9 << 20, True, "next-gate"),
         ({"link": {"gbps": None}}, 9 << 20, False, "next-gate"), ({"cluster": {"shards": 2}}, 9 << 20, False, "auto"),
@@ -508,6 +510,43 @@ def test_the_default_policy(given: dict[str, Any], expert_bytes: int, gpu: bool,
     assert settings.policy.name == policy
     assert len(why) == (config.policy == "default")
     assert all(f"the default policy is {policy} here" in line for line in why)
+
+
+@pytest.mark.parametrize(
+    ("given", "mapped"),
+    [
+        ({}, True), ({"device": "cpu"}, True), ({"dtype": "bfloat16", "threads": 1}, True),
+        ({"kv": {"tokens": 64}}, True),
+        ({"cluster": {"replicas": 2}}, True), ({"ray": {"address": "head:6379"}}, True),
+        ({"emulate": True}, False), ({"budget": "0.5"}, False), ({"budget": "auto"}, False), ({"link": {}}, False),
+        ({"link": {"gbps": None}}, False), ({"policy": "on-demand"}, False), ({"cluster": {"ndp_workers": 1}}, False),
+        ({"ndp": {"threads": 2}}, False), ({"cluster": {"shards": 2}}, False),
+        ({"cluster": {"store": {"nodes": "marked"}}}, False), ({"cluster": {"store": {"layout": "sliced"}}}, False),
+        ({"cluster": {"ndp_workers": 2}, "ray": {"address": "head:6379"}}, False),
+    ],
+)  # fmt: skip
+def test_without_a_gpu_experts_run_where_the_store_maps_them(given: dict[str, Any], mapped: bool) -> None:
+    """A machine without a GPU got a quarter of the experts behind a throttled link, although all fit."""
+    config = RunConfig(**given)
+    facts, nodes = FAKE_FACTS, [NodeInfo("a", "1", True, {"CPU": 8, "memory": 1 << 40})]
+    settings, why = decided(config, engine_settings(config), facts, nodes, here=False)
+    assert settings.budget.mapped == mapped
+    assert (settings.policy.name == "all-resident") == mapped
+    assert any("--emulate stands in for a GPU" in line for line in why) == mapped
+    spec = cluster_spec(config, settings, facts, nodes)
+    assert (spec.mapped, spec.budget_bytes == 0) == (mapped, mapped)
+
+
+def test_a_gpu_takes_the_budget_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = RunConfig(ray={"address": "head:6379"})  # type: ignore[arg-type]
+    nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": 1})]
+    settings, _ = decided(joined, engine_settings(joined), FAKE_FACTS, nodes, here=False)
+    assert settings.budget == Budget(share=0.25)
+    monkeypatch.setattr(config_module, "has_gpu", lambda: True)
+    assert not engine_settings(RunConfig()).budget.mapped
+    assert on_this_machine(RunConfig(emulate=True)).device == "cpu"  # the CPU stands in beside a GPU, too
+    with pytest.raises(ConfigError, match="emulate has the CPU stand in for a GPU, but device is cuda"):
+        load_run_config(None, {"emulate": True, "device": "cuda"})
 
 
 @pytest.mark.parametrize(
@@ -538,7 +577,7 @@ def test_help_and_notes_say_what_the_default_policy_does(monkeypatch: pytest.Mon
     assert "policy auto" in said["cluster.ndp_workers"]
     monkeypatch.setattr(config_module, "usable_cores", lambda: 2)
     monkeypatch.setattr(inputs_module, "usable_cores", lambda: 2)
-    config = load_run_config(None, {})
+    config = load_run_config(None, {"emulate": True})
     (note,) = local_notes(config, engine_settings(config))
     assert "reserve 3 CPUs and share the 2" in note
     assert "GPU" not in note

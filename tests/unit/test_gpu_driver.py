@@ -15,7 +15,15 @@ from tiermoe import LLM
 from tiermoe.actors import gpu_driver
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.make_device import make_device
-from tiermoe.actors.gpu_driver import TorchBuild, check_gpu, driver_version, gpu_count, has_gpu, unusable
+from tiermoe.actors.gpu_driver import (
+    TorchBuild,
+    check_gpu,
+    driver_version,
+    gpu_count,
+    has_gpu,
+    number_by_bus,
+    unusable,
+)
 from tiermoe.actors.settings import LinkSettings
 from tiermoe.cluster.cli import app
 from tiermoe.cluster.config import load_run_config
@@ -222,3 +230,12 @@ def test_the_doctor_shows_the_rest_and_refuses(old_gpu: Path) -> None:
     report = json.loads(done.stdout)
     assert report["devices"] == []
     assert report["unusable_gpu"] == str(done.exception)
+
+
+def test_gpus_are_numbered_as_nvidia_smi_numbers_them() -> None:
+    environ: dict[str, str] = {}
+    number_by_bus(environ)
+    assert environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    environ = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    number_by_bus(environ)
+    assert environ == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}

@@ -13,10 +13,11 @@ from serving import greedy, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tiermoe.actors.budget import GRAPH_ROWS
 from tiermoe.actors.engine.model import attention
 from tiermoe.actors.engine.serving import recorded as recorded_module
 from tiermoe.actors.engine.serving.batching import ContinuousBatcher
-from tiermoe.actors.engine.serving.recorded import ROWS, Recorded
+from tiermoe.actors.engine.serving.recorded import Recorded, Unrecorded
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
@@ -26,6 +27,7 @@ from tiermoe.errors import ConfigError, StoreError
 pytest.importorskip("triton")
 
 KV = KvSettings(page_size=4, num_blocks=96, max_batch_tokens=32, prefix_cache=False)
+MOST = 24
 PROMPTS = [[5, 9, 17, 4, 33, 2, 7], [8, 8, 3]]
 
 
@@ -144,7 +146,7 @@ def test_replayed_steps_give_the_models_tokens(worker: GpuWorker, captured: None
     """Of one request and of several, which come and go; the engine counts each layer of each step once."""
     runs: list[list[list[list[int]]]] = []
     counted = []
-    for recorded in (None, Recorded(worker.model, Graph, Pool)):
+    for recorded in (None, Recorded(worker.model, MOST, Graph, Pool)):
         with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
             if recorded is not None:
                 batcher.record(recorded)
@@ -167,7 +169,7 @@ def test_recordings_go_with_the_cache_that_they_write_to(
     worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An expert on no node ends transformers' loop; the next request begins another one, be it with another cache."""
-    recorded, layer = Recorded(worker.model, Graph, Pool), worker.engine.layers[1]
+    recorded, layer = Recorded(worker.model, MOST, Graph, Pool), worker.engine.layers[1]
     with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
         expected = tokens_of(batcher, PROMPTS[:1], 8, "a")
         batcher.record(recorded)
@@ -191,10 +193,9 @@ def test_recordings_go_with_the_cache_that_they_write_to(
     assert recorded._recordings == {}
 
 
-def test_recordings_give_way_to_others(worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recordings_give_way_to_others(worker: GpuWorker, captured: None) -> None:
     """To those at other addresses, in memory of their own, and at the limit to the ones used last."""
-    monkeypatch.setattr(recorded_module, "_MOST", 1)
-    recorded = Recorded(worker.model, Graph, Pool)
+    recorded = Recorded(worker.model, 1, Graph, Pool)
     with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
         expected = tokens_of(batcher, PROMPTS[:1], 8, "a")
         batcher.record(recorded)
@@ -219,7 +220,7 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     norm = worker.model.model.norm
     forward = norm.forward
     monkeypatch.setattr(norm, "forward", lambda hidden: forward(hidden) * (1.0 if float(hidden.sum()) < 9e9 else 2.0))
-    recorded = Recorded(worker.model, Graph, Pool)
+    recorded = Recorded(worker.model, MOST, Graph, Pool)
     with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
         batcher.record(recorded)
         assert tokens_of(batcher, PROMPTS[:1], 6, "b") == expected
@@ -228,17 +229,83 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(
     assert recorded._recordings == {}
 
 
+@pytest.mark.parametrize(
+    ("error", "of"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "norm"),
+        (RuntimeError("CUDA error: out of memory"), "capture_end"),  # the driver, of a graph
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "norm"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "experts"),
+    ],
+)
+def test_recording_is_tried_again_after_an_out_of_memory(
+    error: RuntimeError, of: str, worker: GpuWorker, captured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once graphs were off until the next start. The step runs again, the next ones without graphs, then with them."""
+    monkeypatch.setattr(recorded_module, "_REST", 4)
+    recorded, layer, norm = Recorded(worker.model, MOST, Graph, Pool), worker.engine.layers[1], worker.model.model.norm
+    calls = []
+
+    def refusing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*given: Any) -> Any:
+            # of the first recording only; experts run while no capture is open
+            if not calls and recorded._seen and max(recorded._seen.values()) > recorded_module._SEEN:
+                calls.append(len(recorded._recordings))
+                raise error
+            return call(*given)
+
+        return called
+
+    with closing(ContinuousBatcher(worker.model, KV, worker.engine, attention="triton")) as batcher:
+        expected = tokens_of(batcher, PROMPTS[:1], 16, "a")
+        batcher.record(recorded)
+        with monkeypatch.context() as patch:
+            if of == "capture_end":
+                patch.setattr(Graph, of, refusing(Graph.capture_end))
+            else:
+                target = norm if of == "norm" else layer
+                patch.setattr(target, "forward", refusing(target.forward))
+            assert tokens_of(batcher, PROMPTS[:1], 16, "b") == expected
+    assert calls == [0]
+    assert (recorded.problem, recorded.refused) == (None, 1)
+    assert recorded.replays > 0
+    assert list(recorded._recordings)
+
+
+def test_an_out_of_memory_drops_the_recordings_used_first_and_rests_longer() -> None:
+    model = torch.nn.Module()
+    model.get_input_embeddings = torch.nn.Identity  # type: ignore[assignment]
+    recorded = Recorded(model, MOST, Graph, Pool)
+
+    def record(inputs: Any) -> Any:
+        raise torch.OutOfMemoryError("none left")
+
+    recorded._record = record  # type: ignore[method-assign]
+    recorded._recordings = {key: recorded_module._Recording([], Graph(), torch.zeros(1)) for key in "abcde"}
+    recorded._place = "cache", 0
+    ids = torch.zeros((1, 1), dtype=torch.int32)
+    inputs = {"input_ids": ids, "attention_mask": None, "max_length_k": {"full": 3}, "cache": "cache"}
+    tried = []
+    for step in range(500):
+        try:
+            recorded.logits(inputs, 0)
+        except Unrecorded:
+            tried.append((step, "".join(recorded._recordings)))
+    assert tried == [(2, "de"), (2 + 64, "e"), (2 + 64 + 128, ""), (2 + 64 + 128 + 256, "")]
+    assert recorded.problem is None
+
+
 def test_what_is_not_recorded(worker: GpuWorker, captured: None) -> None:
     """Masks that grow, embeddings that a policy reads, more rows than are recorded."""
     with closing(ContinuousBatcher(worker.model, KV, worker.engine)) as batcher:
-        recorded = Recorded(worker.model, Graph, Pool)
+        recorded = Recorded(worker.model, MOST, Graph, Pool)
         batcher.record(recorded)
         tokens_of(batcher, PROMPTS[:1], 8, "a")
     assert recorded.problem == "its attention takes a mask that grows with the context"
     hook = worker.model.get_input_embeddings().register_forward_hook(lambda *_: None)
-    assert Recorded(worker.model, Graph, Pool).problem == "the policy reads each step's embeddings"
+    assert Recorded(worker.model, MOST, Graph, Pool).problem == "the policy reads each step's embeddings"
     hook.remove()
-    assert Recorded(worker.model, Graph, Pool).logits({"input_ids": torch.zeros(1, ROWS + 1)}, 0) is None
+    assert Recorded(worker.model, MOST, Graph, Pool).logits({"input_ids": torch.zeros(1, GRAPH_ROWS + 1)}, 0) is None
 
 
 def test_a_worker_replays_its_decode_steps(store: ExpertStore, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:

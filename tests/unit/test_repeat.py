@@ -195,6 +195,7 @@ def test_a_gpu_reads_the_numbers_of_its_own_step(architecture: str, idle: bool) 
                 if name.split("/")[1] in ("cu_seq_lens_q", "logits_indices", "logits_processor_args"):
                     continue  # written in place by transformers, at once here
                 assert torch.equal(seen[name], value) if isinstance(value, torch.Tensor) else seen[name] == value, name
+        assert "copy" not in gpu.calls  # by kernels: the copy engine may have 64 MiB of prefetches before it
         assert gpu.synchronized < ahead.repeated  # the copies of the step before are not waited for
 
 

@@ -21,7 +21,7 @@ from tiermoe.actors.engine.serving.sampling import (
     Pick,
     PromptRows,
     PromptScorer,
-    _argmax_in_one_copy,
+    _argmax_in_one_read,
     cut,
     draw,
     next_tokens,
@@ -155,7 +155,10 @@ def test_greedy_takes_the_first_of_equal_ones_as_torch_does(row: list[float]) ->
     wide = [[-1e9] * 130 + row, [float("-inf")] * 61 + row * 50, row + [-1e9] * 77]  # across lanes and after them
     for scores in (torch.tensor([row, row[::-1]]), *(torch.tensor([found]) for found in wide)):
         assert sample([None] * len(scores), scores) == scores.argmax(-1).tolist()
-        for tokens, largest in (sampling_module._argmax(scores[None], len(scores)), _argmax_in_one_copy(scores)):
+        read = sampling_module.to_host
+        for tokens, largest in (
+            sampling_module._argmax(scores[None], len(scores), read), _argmax_in_one_read(scores, read)
+        ):  # fmt: skip
             assert tokens == scores.argmax(-1).tolist()
             assert np.array_equal(largest, scores.max(-1).values.numpy(), equal_nan=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,6 +212,30 @@ def test_sources_give_the_copies_from_then_on() -> None:
     assert [id(layer) for layer in sources.weights] == [id(layer) for layer in sources.mapped]
     assert not {id(layer) for layer in sources.mapped} & {id(layer) for layer in mapped}
     assert sources.pin(CpuDevice(LinkSettings()), CopySettings()) is None
+
+
+def test_a_shard_pins_its_own_experts_alone() -> None:
+    """Once each shard pinned all experts: with 8 GPUs each page was registered eight times."""
+    tensors = [torch.frombuffer(mmap.mmap(-1, 4 * 8 * PAGE), dtype=torch.bfloat16) for _ in range(4)]
+    mapped = [LayerWeights((a.view(4, -1), b.view(4, -1))) for a, b in zip(tensors[::2], tensors[1::2], strict=True)]
+    pages = set[int]()
+    for shard in range(2):
+        gpu, cuda = device()
+        sources, own = Sources(list(mapped), list(mapped), None), [key for key in range(8) if key % 2 == shard]
+        report = sources.pin(cuda, CopySettings(), own, experts=4)
+        assert (report.registered, report.staged) == (64 * PAGE, 0)  # half of both layers
+        assert sources.weights == mapped
+        pinned = {page for at, nbytes in gpu.registered.items() for page in range(at, at + nbytes, PAGE)}
+        assert len(pinned) == 64
+        assert not pages & pinned
+        pages |= pinned
+        where = SimpleNamespace(weights=mapped, keys=8, experts=4, low_bit=None)
+        assert pinned_layers(cuda, where, own) == [True, True]  # type: ignore[arg-type]
+        assert pinned_layers(cuda, where) == [False, False]  # type: ignore[arg-type]
+        assert pinned_layers(cuda, where, [1 - shard]) == [False, True]  # type: ignore[arg-type]
+    for copying in (CopySettings(pin="copy"), CopySettings(unpinned="copy")):
+        sources = Sources(list(mapped), list(mapped), None)
+        assert sources.pin(device()[1], copying, [0], experts=4).staged == 0  # whole layers
 
 
 def test_the_queue_follows_the_device_and_what_is_pinned() -> None:

@@ -5,7 +5,10 @@ Random plans on the streams of a GPU made of lists: no slot is read too early or
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +26,9 @@ from cache_rigs import (
     run_layer,
     with_replicas,
 )
+from fake_gpu import FakeGpu
 
+from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
 from tiermoe.actors.policies.moepic.split import SplitLayout
@@ -52,6 +57,42 @@ def test_the_host_never_waits_on_a_forwards_way() -> None:
         assert rig.gpu.synchronized == 0
         assert rig.looked == 0
         rig.finish()
+
+
+@pytest.mark.parametrize(("spin_s", "kept"), [(60.0, True), (0.0, False)])
+def test_a_wait_on_a_forwards_way_keeps_the_interpreters_lock(spin_s: float, kept: bool) -> None:
+    """Once it gave it up after 1 ms: another thread then has it for up to 5 ms, and each layer is late by that."""
+    gpu, polled, ran, go = FakeGpu(), list[int](), list[int](), threading.Lock()
+    go.acquire()
+    addresses = gpu.driver().addresses
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def query(event: int) -> int:
+        polled.append(event)
+        return 0 if len(polled) == 100 else 600  # CUDA_ERROR_NOT_READY
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def synchronize(event: int) -> int:
+        other.join()  # which can run only without the lock
+        return 0
+
+    def work() -> None:
+        with go:
+            ran.append(len(polled))
+
+    calls = {"query": query, "synchronize": synchronize}
+    pointers = {name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in calls.items()}
+    driver, other = _core.Driver(1, addresses | pointers), threading.Thread(target=work)
+    before = sys.getswitchinterval()
+    other.start()
+    sys.setswitchinterval(60.0)
+    try:
+        go.release()
+        driver.wait_for(7, spin_s)
+        assert (len(polled), ran) == ((100, []) if kept else (1, [1]))
+    finally:
+        sys.setswitchinterval(before)
+        other.join()
 
 
 def test_a_large_guess_goes_in_parts_and_ends_where_it_proves_wrong() -> None:

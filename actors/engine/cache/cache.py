@@ -194,6 +194,18 @@ class ExpertCache:
         if set(held) != set(self.eviction.victims(self.residency.slots, lambda key: True)):
             raise ResidencyError(f"the eviction policy does not know exactly the experts held, {held}")
 
+    def fill_mapped(self) -> None:
+        """Of a `MappedPool`: all experts are resident, each in its own slot, for good."""
+        self.core.preload(range(self.where.keys))
+        self.core.wait_all()
+        self.core.arrive()
+        self.check_mapped()
+
+    def check_mapped(self) -> None:
+        """Raise ResidencyError unless each expert is in its own slot, by which kernels of a `MappedPool` find it."""
+        if any(self.residency.slot(key) != key for key in range(self.where.keys)):
+            raise ResidencyError("an expert that runs where it lies is in another's slot")
+
     def close(self) -> None:
         """Stop the link. Safe to call twice."""
         self.link.close()

@@ -186,16 +186,15 @@ class Device(Protocol):
 
 
 class CpuDevice:
-    """The CPU stands in for a GPU: bounded slots, and a link throttled to a stated rate.
+    """The CPU stands in for a GPU: bounded slots, and a link throttled to a stated rate. Or (`executor` real) it is the
+    device, where experts run as they lie in host memory and nothing is copied.
 
     A copy occupies the link for `latency_us + bytes / gbps`, and copies do not overlap, as in one PCIe direction. With
     `gbps` None only the latency is added.
     """
 
-    executor: Literal["real", "emulated"] = "emulated"
-
-    def __init__(self, link: LinkSettings) -> None:
-        self.torch_device, self.link = torch.device("cpu"), link
+    def __init__(self, link: LinkSettings, executor: Literal["real", "emulated"] = "emulated") -> None:
+        self.torch_device, self.link, self.executor = torch.device("cpu"), link, executor
         self._latency_s = link.latency_us * 1e-6
         self._bytes_per_s = link.gbps * 1e9 if link.gbps is not None else None
         self._link_free_s = 0.0

@@ -41,6 +41,14 @@ def thread_link(where: SlotMap, rate: float, latency_s: float) -> CacheLink:
     return CacheLink(core, time.perf_counter, partial(place, core, where))
 
 
+def mapped_link(where: SlotMap) -> CacheLink:
+    """The link of a `MappedPool`: each expert is in its slot, and nothing is copied."""
+    core, keys = _core.ThreadLink(0.0, 0.0), where.keys
+    address = where.weights[0].expert(0)[0].data_ptr()  # type: ignore[union-attr]  # mapped
+    core.place([[(address, 0)]], [0] * keys, range(keys), [(address, 0, False, 1, 1)] * keys, 1)
+    return CacheLink(core)
+
+
 def place(link: _core.ThreadLink | _core.StreamLink, where: SlotMap, elsewhere: Collection[int] = ()) -> None:
     """Tell a link of the sources and slots of all segments; no copy is under way.
 

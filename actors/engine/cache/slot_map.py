@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...core import _core
 from ...policies.moepic.split import Segments, SplitLayout
 from ...store.format import Published
-from .slots import ExpertSource, LowBitPart, PendingExpert, SlotMemory, SlotPool
+from .slots import ExpertSource, LowBitPart, MappedPool, PendingExpert, SlotMemory, SlotPool
 
 if TYPE_CHECKING:
     import torch
@@ -82,8 +82,9 @@ class SlotMap:
     """
 
     def __init__(
-        self, pool: SlotPool | FormPool, weights: Sequence[ExpertSource], experts: int, slots: int, slot_bytes: int,
-        split: SplitLayout | None = None, low_bit: LowBitPart | None = None, memory: SlotMemory | None = None,
+        self, pool: SlotPool | FormPool | MappedPool, weights: Sequence[ExpertSource], experts: int, slots: int,
+        slot_bytes: int, split: SplitLayout | None = None, low_bit: LowBitPart | None = None,
+        memory: SlotMemory | None = None,
     ) -> None:  # fmt: skip
         self.pool, self.weights, self.experts, self.keys = pool, weights, experts, experts * len(weights)
         self.slot_bytes, self.neurons, self.whole_slots = slot_bytes, pool.neurons, slots
@@ -93,7 +94,9 @@ class SlotMap:
         layers = [key // experts for key in range(self.keys)]
         self.layer_of = (layers * 2).__getitem__  # of a segment
         self._bytes = [slot_bytes] * self.keys
-        if self._forms is not None:
+        if isinstance(pool, MappedPool):
+            self._bytes = [0] * self.keys  # an expert is where it is
+        elif self._forms is not None:
             self._bytes = [self._forms.of(layer).nbytes() for layer in layers]
         if low_bit is not None:
             self._bytes += [low_bit.slot_bytes] * self.keys
@@ -187,7 +190,7 @@ class SlotMap:
         if self.low_bit is not None and segment >= self.keys:
             found = self.low_bit.pool.slot(slot - self.whole_slots)
         elif self.segments is None:
-            found = self.pool.slot(slot, segment % self.keys // self.experts)
+            found = cast("SlotPool | FormPool", self.pool).slot(slot, segment % self.keys // self.experts)
             if self._forms is not None and len(self._forms.forms) > 1:
                 return found  # a slot's target depends on the form, too
         else:

@@ -12,7 +12,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from ...store.format import ExpertShape
+from ...store.format import ExpertShape, Published
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +152,53 @@ class SlotPool:
         """Neurons of the pool, counted over all slots: gate_up [n, G, H], down [n, H]; without biases."""
         gate_up, down = self._rows
         return gate_up[first : first + count], down[first : first + count]
+
+
+@dataclass(frozen=True)
+class MappedPool:
+    """No slots but the experts themselves, where a store maps them: slot s is the s-th expert of all layers.
+
+    weights: of each MoE layer, all of this node. shape: of an expert. dtype: of the compute.
+    published: their forms; None: they are neurons, in the store's type.
+    """
+
+    weights: Sequence[MappedExperts]
+    shape: ExpertShape
+    dtype: torch.dtype
+    published: Published | None = None
+
+    bytes = 0  # of its own
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights[0].tensors[0].device
+
+    @property
+    def hidden(self) -> int:
+        """Width of rows: H."""
+        return self.shape.hidden
+
+    @property
+    def neurons(self) -> int:
+        """Of one slot: I."""
+        return self.shape.intermediate
+
+    @property
+    def total_neurons(self) -> int:
+        """Of all slots: S*I."""
+        return len(self.weights) * self.shape.num_experts * self.neurons
+
+    def slot(self, index: int, layer: int) -> tuple[torch.Tensor, ...]:
+        """The tensors of an expert, read-only."""
+        return self.weights[layer].expert(index - layer * self.shape.num_experts)
+
+
+class MappedExperts(Protocol):
+    """One MoE layer's experts in this host's memory: `LayerWeights` or `form_slots.FormWeights`."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]: ...
+    def expert(self, index: int) -> tuple[torch.Tensor, ...]: ...
 
 
 class ExpertSource(Protocol):

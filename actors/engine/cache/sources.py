@@ -29,6 +29,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,24 @@ def host_weights(arrays: Sequence[LayerArrays]) -> list[LayerWeights]:
         kinds = (layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
         out.append(LayerWeights(tuple(host_tensor(a, dtype) for a in kinds if a is not None)))
     return out
+
+
+@dataclass(frozen=True)
+class OwnExperts:
+    """Some experts of a layer, as a device pins them where they lie."""
+
+    layer: HostExperts
+    experts: Sequence[int]
+
+    @property
+    def tensors(self) -> Tensors:
+        return tuple(part for expert in self.experts for part in self.layer.expert(expert))
+
+    def expert(self, index: int) -> Tensors:
+        return self.layer.expert(index)
+
+    def moved(self, tensors: Tensors) -> HostExperts:
+        raise NotImplementedError("experts that may be copied are pinned by whole layers")
 
 
 class RemoteExpert:
@@ -326,8 +345,22 @@ class Sources:
     def __init__(self, weights: list[ExpertSource], mapped: list[HostExperts], remote: RemoteStores | None) -> None:
         self.weights, self.mapped, self.remote = weights, mapped, remote
 
-    def pin(self, device: Device, settings: CopySettings) -> PinReport | None:
-        """Have the device pin the mapped layers; before caches are made. None where the device pins nothing."""
+    def pin(
+        self, device: Device, settings: CopySettings, own: Sequence[int] | None = None, experts: int = 0
+    ) -> PinReport | None:
+        """Have the device pin the mapped layers; before caches are made. None where the device pins nothing.
+
+        Args:
+            own: keys of the experts that are copied from here; None: all. Whole layers are pinned where they may be
+                copied for it.
+            experts: in a layer, for the keys.
+        """
+        if own is not None and settings.pin == "mapped" and settings.unpinned == "stage":
+            mine: dict[int, list[int]] = {}
+            for key in own:
+                mine.setdefault(key // experts, []).append(key % experts)
+            of = {id(source): mine.get(layer, []) for layer, source in enumerate(self.weights)}
+            return device.pin([OwnExperts(one, of[id(one)]) for one in self.mapped], settings)[1]
         layers, report = device.pin(self.mapped, settings)
         now = {id(old): new for old, new in zip(self.mapped, layers, strict=True)}
         self.weights = [now.get(id(source), source) for source in self.weights]

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..cache.device import Outgoing
-from .runtime import GpuRuntime, wait_for
+from .runtime import GpuRuntime
 from .tables import TORCH_DTYPES
 
 _SMALLEST = 64 * 1024  # bytes of a block; all are powers of two, as the allocator of pinned memory rounds up to them
@@ -239,7 +239,7 @@ class PinnedActivations:
     def wait(self, event: Any) -> None:
         """Wait for an event of `down`."""
         if event is not None:
-            wait_for(self._runtime, event)
+            self._runtime.wait(event)
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Few rows do not queue behind the copies of experts; many are left to the copy engine."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import mmap
 import time
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from sys import maxsize
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ....limits import usable_cores
 from ...settings import CopySettings
@@ -59,8 +60,7 @@ def pin_layers(
                 out[i] = layers[i].moved(copy)
                 copied += _nbytes(tensors)
             else:
-                for tensor in tensors:
-                    fill_pages(tensor)
+                fill_pages(*tensors)
                 in_place.append(i)
                 wanted += _nbytes(tensors)
             if time.monotonic() - said_s > _SAY_EVERY_S:
@@ -100,15 +100,15 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def fill_pages(tensor: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
+def fill_pages(*tensors: torch.Tensor, page: int = mmap.PAGESIZE) -> int:
     """Read one byte of every page, a thread per core, so that all pages are in memory; returns their sum."""
-    flat = tensor.view(-1).view(torch.uint8).numpy()
 
-    def touch(first: int) -> int:  # NumPy gives up the interpreter's lock while it sums
-        return int(np.sum(flat[first : first + _TOUCH_BYTES : page], dtype=np.int64))
+    def touch(part: NDArray[np.uint8]) -> int:  # NumPy gives up the interpreter's lock while it sums
+        return int(np.sum(part[::page], dtype=np.int64))
 
+    size, flat = _TOUCH_BYTES // page * page, [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors]
     with _thread_per_core() as pool:
-        return sum(pool.map(touch, range(0, len(flat), _TOUCH_BYTES // page * page)))
+        return sum(pool.map(touch, (one[at : at + size] for one in flat for at in range(0, len(one), size))))
 
 
 def _thread_per_core() -> ThreadPoolExecutor:
@@ -193,7 +193,7 @@ class CudaDevice:
         self._compute = runtime.current()
         self._staging_bytes = staging_bytes
         self._staging: Staging | None = None
-        self._registered: list[tuple[int, int]] = []  # address, bytes
+        self._registered: list[tuple[int, int]] = []  # address, bytes; by address
         self._pages: Pages | None = None
         self._arenas: list[CudaArena] = []
 
@@ -255,7 +255,7 @@ class CudaDevice:
         """Pin these whole pages of host memory until `close`. None: done; else why it could not be."""
         problem = self.runtime.register(address, nbytes)
         if problem is None:
-            self._registered.append((address, nbytes))
+            insort(self._registered, (address, nbytes))
         return problem
 
     def unregister(self, address: int) -> None:
@@ -283,4 +283,5 @@ class CudaDevice:
         return self.runtime.is_pinned(tensor) and self.runtime.is_pinned(tensor.view(-1)[-1:])
 
     def _holds(self, address: int, nbytes: int) -> bool:
-        return any(first <= address and address + nbytes <= first + size for first, size in self._registered)
+        place = bisect_right(self._registered, (address, maxsize)) - 1
+        return place >= 0 and address + nbytes <= sum(self._registered[place])

@@ -5,7 +5,6 @@ So that tests run what decides on a fake GPU, which executes operations in any o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
@@ -23,6 +22,10 @@ if TYPE_CHECKING:  # triton, which need not be there
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly: the memory is mapped read-only, as the store's files are
 _PLAIN = 0
+# A host that waits keeps the interpreter's lock for so long: more than a decode step's layer takes until its routing is
+# known, misses of the layer before included (eight experts of 17 MB at 12 GB/s are 11 ms). Whoever gets the lock in
+# between may keep it for 5 ms. A prompt's waits are longer, and give it up.
+SPIN_S = 20e-3
 _MOVED = (torch.int32, torch.int64, torch.float32, torch.bfloat16)  # by `kernel_copy`: compiled before serving
 
 
@@ -118,8 +121,12 @@ class GpuRuntime:
         return bool(event.query())
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        """Make the host wait for an event without the interpreter's lock. On a forward's way see `wait_for`."""
+        """Make the host wait for an event without the interpreter's lock. On a forward's way see `wait`."""
         event.synchronize()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Make the host wait for an event on a forward's way: it polls, and keeps the lock for up to `SPIN_S`."""
+        self._driver.wait_for(event.cuda_event, SPIN_S)
 
     def elapsed_s(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
         """Seconds between two events that are done and were made with `timing`."""
@@ -132,6 +139,10 @@ class GpuRuntime:
     def handle(self, stream: torch.cuda.Stream) -> int:
         """The driver's own name of a stream."""
         return int(stream.cuda_stream)
+
+    @cached_property
+    def _driver(self) -> _core.Driver:
+        return self.driver()
 
     def driver(self) -> _core.Driver:
         """The driver's calls, for a link in native code. Raises RuntimeError or OSError: there are none."""
@@ -192,20 +203,3 @@ def _runtime(index: int) -> GpuRuntime:
 def runtime_of(device: torch.device) -> GpuRuntime:
     """The runtime of a GPU; no index: of the current one."""
     return _runtime(torch.cuda.current_device() if device.index is None else device.index)
-
-
-SPIN_S = 1e-3  # more than a decode step's layer takes until its routing is known
-
-
-def wait_for(runtime: GpuRuntime, event: Any, spin_s: float = SPIN_S) -> None:
-    """Make the host wait for an event on a forward's way: poll, and only after `spin_s` give up the interpreter's lock.
-
-    `synchronize` gives the lock to any other thread, which keeps it for up to 5 ms.
-    """
-    if runtime.query(event):
-        return
-    until_s = time.perf_counter() + spin_s
-    while not runtime.query(event):
-        if time.perf_counter() > until_s:
-            runtime.synchronize(event)
-            return

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ....kernels.device import on_device
 from ....kernels.expert_ffn import Tables
-from .runtime import GpuRuntime, runtime_of, wait_for
+from .runtime import GpuRuntime, runtime_of
 
 TORCH_DTYPES = {
     np.dtype(np.float32): torch.float32, np.dtype(np.float16): torch.float16, np.dtype(np.int64): torch.int64,
@@ -78,7 +78,7 @@ class TableRing(Tables):
         while events:
             if not runtime.query(events[-1]):
                 self.waits += 1
-                wait_for(runtime, events[-1])
+                runtime.wait(events[-1])
             self._spare.append(events.pop())
 
     def read_by_this_stream(self, section: int) -> None:

@@ -1,4 +1,4 @@
-"""The kernels that run experts: of a pool of neurons or of published forms, and of low-bit replicas."""
+"""The kernels that run experts: in slots, where a store maps them, and low-bit replicas."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import torch
 
 from ....errors import ConfigError
 from ....kernels.expert_ffn import ROW_CLASSES, ExpertKernel
+from ....kernels.form_ffn import FormLayer
 from ....kernels.form_slots import CpuFormKernel, TorchFormKernel
 from ....kernels.forms import ExpertForm
+from ....kernels.host_experts import HostKernel, StoredKernel, form_parts, host_array
+from ....kernels.packed_ffn import ACTIVATIONS, FullLayer, Threads
 from ....kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, try_out
 from ...policy_settings import PolicySettings
 from ...settings import EngineSettings, ExpertKernelName
 from ...store.format import ExpertShape
-from ..cache.form_slots import FormPool
+from ..cache.form_slots import FormPool, FormWeights
 from ..cache.low_bits import ReplicaPool
-from ..cache.slots import SlotPool
+from ..cache.slots import MappedPool, SlotPool
 from .kernels import KernelPlan, Kernels
 from .model import MoeBlock
 
@@ -100,6 +103,43 @@ class FormKernels:
         return kernel
 
 
+class MappedKernels:
+    """The kernels of experts where a store maps them, by layer: as `Kernels`. Their threads are one pool.
+
+    Raises:
+        ConfigError: a kernel is asked for that needs a GPU.
+    """
+
+    def __init__(self, pool: MappedPool, setting: ExpertKernelName, blocks: Sequence[MoeBlock]) -> None:
+        if setting == "triton":
+            raise ConfigError("expert_kernel 'triton' needs a GPU", "use auto or loop")
+        self._pool, self._loops, self._threads = pool, setting == "loop", Threads(torch.get_num_threads())
+        self._of = {id(block.experts): self._make(layer, block) for layer, block in enumerate(blocks)}
+        name = next(iter(self._of.values())).name
+        self.plan = KernelPlan(dict.fromkeys(ROW_CLASSES, name))
+
+    def of(self, block: MoeBlock) -> ExpertKernel:
+        """The kernel of a layer."""
+        return self._of[id(block.experts)]
+
+    def _make(self, layer: int, block: MoeBlock) -> HostKernel | StoredKernel | TorchFormKernel:
+        pool, weights = self._pool, self._pool.weights[layer]
+        first = layer * pool.shape.num_experts
+        if isinstance(weights, FormWeights) and pool.published is not None:
+            form, form_activation = pool.published.of(layer), _activation(block)
+            if self._loops or form_activation is None:
+                parts = list(zip(*weights.experts, strict=True))
+                return TorchFormKernel(parts, form, block.gate, first)
+            experts = [form_parts(form, expert) for expert in weights.experts]
+            return HostKernel(FormLayer(experts, [form] * len(experts), form_activation, self._threads), first)
+        stored, activation = StoredKernel(weights.tensors, block.gate, first), block.activation
+        plain = len(weights.tensors) == 2 and pool.shape.gates == 2 and activation in ACTIVATIONS
+        if self._loops or not plain or activation is None:
+            return stored
+        (gate_up, dtype), (down, _) = map(host_array, weights.tensors)
+        return HostKernel(FullLayer(gate_up, down, dtype, activation, self._threads), first, stored)
+
+
 def _activation(block: MoeBlock) -> str | None:
     """The activation among those that kernels of published forms build in."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -111,9 +151,11 @@ def _activation(block: MoeBlock) -> str | None:
 
 
 def kernels_of(
-    pool: SlotPool | FormPool, settings: EngineSettings, blocks: Sequence[MoeBlock]
-) -> Kernels | FormKernels:
+    pool: SlotPool | FormPool | MappedPool, settings: EngineSettings, blocks: Sequence[MoeBlock]
+) -> Kernels | FormKernels | MappedKernels:
     """The kernels of an empty pool. Raises ConfigError: the one that is asked for cannot run these experts."""
+    if isinstance(pool, MappedPool):
+        return MappedKernels(pool, settings.expert_kernel, blocks)
     if isinstance(pool, SlotPool):
         return Kernels(pool, settings.expert_kernel, blocks)
     return FormKernels(pool, settings.expert_kernel, blocks)

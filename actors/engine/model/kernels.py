@@ -163,6 +163,11 @@ def expert_seconds(kernel: ExpertKernel, pool: SlotPool | FormPool, together: in
     return share, max(0.0, (many - one) / (_ROWS - 1))
 
 
+def run_seconds(kernel: ExpertKernel, pool: SlotPool | FormPool, together: int) -> float:
+    """Seconds of a run of so many experts at one row, at most one a slot, after another one; on an empty pool."""
+    return _seconds(kernel, pool, 1, max(1, min(together, _slots(pool))), 1)
+
+
 def link_seconds(link: LinkSettings, slot_bytes: int, emulated: bool, device_gbps: float) -> float:
     """Seconds to load one expert. device_gbps: of the real link, where it is not emulated."""
     if not emulated:
@@ -170,14 +175,16 @@ def link_seconds(link: LinkSettings, slot_bytes: int, emulated: bool, device_gbp
     return load_s(slot_bytes, Link(link.gbps or _COPY_GBPS, link.latency_us))
 
 
-def _seconds(kernel: ExpertKernel, pool: SlotPool | FormPool, rows: int, experts: int = 1) -> float:
+def _seconds(
+    kernel: ExpertKernel, pool: SlotPool | FormPool, rows: int, experts: int = 1, repeats: int = _MEASURED
+) -> float:
     """Of a run of the first experts, all with the same rows."""
     hidden = torch.zeros((rows, pool.hidden), dtype=pool.dtype, device=pool.device)
     pairs = torch.arange(rows * experts, device=pool.device).view(rows, experts).t().flatten().contiguous()
     y = torch.empty((rows * experts, pool.hidden), dtype=pool.dtype, device=pool.device)
     groups = [(e * rows, (e + 1) * rows, e * pool.neurons, pool.neurons, False) for e in range(experts)]
     times = []
-    for _ in range(_MEASURED + 1):
+    for _ in range(repeats + 1):
         start_s = time.perf_counter()
         kernel.run(hidden, pairs, groups, experts, y)
         if pool.device.type == "cuda":

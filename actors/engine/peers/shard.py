@@ -63,12 +63,11 @@ class ShardEngine:
         device: Device,
     ) -> None:
         self.sources, self._device, shape = sources, device, model.shape
-        mine = [key for key, owner in enumerate(owners(len(model.sources), shape.num_experts, settings.shards))
-                if owner == index]  # fmt: skip
+        mine = _keys_of(index, len(model.sources), shape.num_experts, settings)
         self._experts, self._hidden = shape.num_experts, shape.hidden
         self._reports_residency = settings.policy.on_miss.kind != "load"  # the lead's rule reads it
         self.activations: Activations = activations_of(device.torch_device)
-        self.cache = make_cache(settings, model, device, len(mine))
+        self.cache = make_cache(settings, model, device, mine)
         self._placer = Placer(self.cache)  # `place` sets its `keep`
         self._layers: list[MoeLayer] = []
         self._lock = threading.Lock()
@@ -282,7 +281,9 @@ def open_shard(
     settings = settle_budget(settings, device, lead=False)
     sources = open_sources(view, stores, settings.store)
     try:
-        sources.pin(device, settings.copies)
+        shape = view.manifest.experts
+        own = _keys_of(index, len(sources.weights), shape.num_experts, settings)
+        sources.pin(device, settings.copies, own, shape.num_experts)
         with dense_folder(view, stores, settings.store) as folder:
             blocks = build_blocks(folder, view.manifest, dtype, device.torch_device)
         manifest = view.manifest
@@ -292,6 +293,11 @@ def open_shard(
         sources.close()
         device.close()
         raise
+
+
+def _keys_of(shard: int, layers: int, experts: int, settings: EngineSettings) -> list[int]:
+    """Of the experts that belong to a shard."""
+    return [key for key, owner in enumerate(owners(layers, experts, settings.shards)) if owner == shard]
 
 
 def _weighted_sum(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, tokens: int) -> torch.Tensor:

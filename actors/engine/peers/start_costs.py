@@ -25,19 +25,23 @@ PROBED = 4  # experts that are copied or run together
 _REPEATS, _ROWS = 5, 16  # messages of each kind; rows of the longer ones
 _USED = 16  # experts of the first layer that are used
 _MOST_BUSY = 5.0  # a link takes at most 0.8 of the host's memory bandwidth
+_MOST_BESIDE = 4.0  # an expert here beside near-data work against one alone
 _BUSY = 1.25  # near-data seconds while the link copies against idle ones, where they cannot be measured
 
 
 def probe_costs(
-    cache: ExpertCache, pool: NdpPool | None, gpu_s: tuple[float, float], activations: Activations | None, top_k: int
-) -> Costs:
+    cache: ExpertCache, pool: NdpPool | None, gpu_s: tuple[float, float], here: Callable[[], float],
+    activations: Activations | None, top_k: int,
+) -> Costs:  # fmt: skip
     """Measure the start costs on an empty cache, in well under a second for experts of a few MB.
 
     Copies: of `PROBED` experts or as many as there are slots. Near data: round trips of one expert, of several, of
-    one with `_ROWS` rows, and of several while the link copies, which takes memory bandwidth and cores.
+    one with `_ROWS` rows, and of several while the link copies, which takes memory bandwidth and cores. Experts here
+    while the worker computes, which takes a core that this process may need.
 
     Args:
         gpu_s: of an expert's first row on this device, beside others, and of each further one.
+        here: runs a few experts of one row on this device, and gives its seconds.
         activations: carry rows to peers; None: there are none.
     """
     count = max(1, min(PROBED, cache.residency.slots))
@@ -45,11 +49,11 @@ def probe_costs(
     first_s, further_s = max(gpu_s[0], 1e-9), max(gpu_s[1], 1e-9)
     peer = None if pool is None or activations is None else next(iter(pool.members), None)
     dense_s = top_k * first_s  # until layers have run
-    near = None if peer is None or activations is None else _near_seconds(cache, peer, activations, copy_s)
+    near = None if peer is None or activations is None else _near_seconds(cache, peer, activations, copy_s, here)
     if near is None:
         return Costs(copy_s, first_s, further_s, first_s, first_s * _BUSY, 1.0, 1e-4, dense_s)
-    near_s, busy_s, free_rows, message_s = near
-    return Costs(copy_s, first_s, further_s, near_s, busy_s, free_rows, message_s, dense_s)
+    near_s, busy_s, free_rows, message_s, beside = near
+    return Costs(copy_s, first_s, further_s, near_s, busy_s, free_rows, message_s, dense_s, beside)
 
 
 def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> float:
@@ -64,18 +68,19 @@ def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> fl
 
 
 def _near_seconds(
-    cache: ExpertCache, peer: RemoteExperts, activations: Activations, copy_s: float
-) -> tuple[float, float, float, float] | None:
-    """Seconds of an expert near data with an idle link and with a busy one, free rows, and seconds of a message; None:
-    the worker did not answer. The least of several trials, since other work on the machine only adds.
+    cache: ExpertCache, peer: RemoteExperts, activations: Activations, copy_s: float, here: Callable[[], float]
+) -> tuple[float, float, float, float, float] | None:
+    """Seconds of an expert near data with an idle link and with a busy one, free rows, seconds of a message, and by how
+    much an expert here takes longer while the worker computes; None: the worker did not answer. The least of several
+    trials, since other work on the machine only adds.
     """
     experts = len(cache.uses) // len(cache.stats.layers)
     several, used = max(2, min(PROBED, experts)), min(_USED, experts)
     turn = iter(range(1 << 30))
 
-    def trip(count: int, rows: int) -> tuple[float, float]:
+    def trip(count: int, rows: int, meanwhile: Callable[[], Any] = lambda: None) -> tuple[float, float]:
         ids = (np.arange(count) + next(turn) * several) % used  # other weights than the last message's
-        return _round_trip(peer, activations, cache, np.tile(np.sort(ids), (rows, 1)))
+        return _round_trip(peer, activations, cache, np.tile(np.sort(ids), (rows, 1)), meanwhile)
 
     def least(count: int, rows: int) -> tuple[float, float]:
         total_s, kernel_s = zip(*[trip(count, rows) for _ in range(_REPEATS)], strict=True)
@@ -89,12 +94,16 @@ def _near_seconds(
         copies = max(1, min(cache.residency.slots, int(one_s / max(copy_s, 1e-9)) + several))
         for _ in range(_REPEATS):
             _copying(cache, copies, lambda: busy_s.append(trip(several, 1)[1]))
+        alone_s, beside_s = min(here() for _ in range(_REPEATS)), list[float]()
+        for _ in range(_REPEATS):  # the longest message: it outlasts what runs here
+            trip(used, _ROWS, lambda: beside_s.append(here()))
     except _NoAnswer:
         return None
     near_s = max(several_s / several, 1e-7)
     slower_s = min(max(min(busy_s) / several, near_s), _MOST_BUSY * near_s)
     free_rows = min(float(_ROWS), max(1.0, _ROWS * near_s / max(rows_s, 1e-9)))
-    return near_s, slower_s, free_rows, max(one_s - one_kernel_s, 1e-7)
+    beside = min(max(min(beside_s) / max(alone_s, 1e-9), 1.0), _MOST_BESIDE)
+    return near_s, slower_s, free_rows, max(one_s - one_kernel_s, 1e-7), beside
 
 
 class _NoAnswer(Exception):
@@ -102,9 +111,11 @@ class _NoAnswer(Exception):
 
 
 def _round_trip(
-    peer: RemoteExperts, activations: Activations, cache: ExpertCache, ids: NDArray[np.int64]
-) -> tuple[float, float]:
-    """Seconds of one message with rows of zeros for experts of the first layer and its answer, and of its kernels."""
+    peer: RemoteExperts, activations: Activations, cache: ExpertCache, ids: NDArray[np.int64],
+    meanwhile: Callable[[], Any],
+) -> tuple[float, float]:  # fmt: skip
+    """Seconds of one message with rows of zeros for experts of the first layer and its answer, and of its kernels;
+    `meanwhile` runs once the message has left."""
     import torch
 
     hidden = torch.zeros((len(ids), cache.pool.hidden), dtype=cache.pool.dtype, device=cache.pool.device)
@@ -112,7 +123,9 @@ def _round_trip(
     start_s = time.perf_counter()
     outgoing = activations.begin(hidden)
     keys = list(routing.experts)
-    answer = peer.send(routing, keys, [0] * len(keys), outgoing, np.ones(ids.shape, np.float32), True).result()
+    call = peer.send(routing, keys, [0] * len(keys), outgoing, np.ones(ids.shape, np.float32), True)
+    meanwhile()
+    answer = call.result()
     if answer is None:
         raise _NoAnswer
     return time.perf_counter() - start_s, answer.measured_s

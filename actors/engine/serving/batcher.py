@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from ....errors import LoopDied, NotServing, PolicyError, StoreError, TierMoeError
+from ...policies.drafts import DecodeCounts, DraftPricing
 from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.lengths import lengths_of
@@ -29,6 +30,14 @@ class Batcher(Protocol):
     @property
     def replays(self) -> bool:
         """Whether decode steps are recorded and replayed."""
+        ...
+
+    def draft(self, pricing: DraftPricing, counts: Callable[[], DecodeCounts]) -> str | None:
+        """Verify prompt-lookup drafts from now on; the reason if that cannot be.
+
+        Args:
+            counts: of the experts, asked before and after a step.
+        """
         ...
 
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream: ...

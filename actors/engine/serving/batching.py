@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,14 @@ from ....errors import (
     TierMoeError,
     UnsupportedModelError,
 )
+from ...policies.drafts import DecodeCounts, DraftPricing
 from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
 from ..cuda.runtime import runtime_of
 from ..model.attention import plain_attention_of, use_paged
 from ..model.model import quiet_logger
 from .batcher import AGAIN, loop_died, open_streams, probed
+from .drafts import Drafter
 from .sampling import PromptScorer
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
@@ -164,6 +166,13 @@ class ContinuousBatcher:
         if self._manager.steps.lengths.any:
             recorded.problem = "its positions depend on the length of the text"
         self._manager.steps.recorded = recorded
+
+    def draft(self, pricing: DraftPricing, counts: Callable[[], DecodeCounts]) -> str | None:
+        """Verify prompt-lookup drafts from now on; the reason if that cannot be."""
+        if self._manager.steps.lengths.any:
+            return "its positions depend on the length of the text"
+        self._manager.steps.drafts = Drafter(self.streams, pricing, counts)
+        return None
 
     @property
     def replays(self) -> bool:

@@ -1,8 +1,8 @@
 """Inputs of decode steps that carry the same requests as the step before.
 
-Each request has one row more in the KV cache. One native call writes the numbers on the host. A GPU gets copies of them
-on the stream of its step, from pinned memory that is there twice: those of one step are written while those of the step
-before may still be copied.
+Each request has one row more in the KV cache. One native call writes the numbers on the host. Kernels copy them to a
+GPU on the stream of its step, from pinned memory that is there twice: those of one step are written while those of the
+step before may still be copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ....kernels import _cpu
-from ..cuda.runtime import GpuRuntime, wait_for
+from ..cuda.runtime import GpuRuntime
 
 _HORIZON = 256  # steps; then transformers makes the inputs once more
 _LEAST_BYTES = 512 << 10  # of the numbers of a name, so that they seldom get another address
@@ -120,7 +120,7 @@ class Repeat:
         if self._copied[self._half] is None:
             self._copied[self._half] = gpu.event(timing=False)
         else:
-            wait_for(gpu, self._copied[self._half])
+            gpu.wait(self._copied[self._half])
         kinds = [(self._ids, self._positions), *(places.numbers for places in self._places.values())]
         for first, kind in zip(self._addresses, kinds, strict=True):
             for i, numbers in enumerate(kind):
@@ -174,7 +174,7 @@ class _Numbers:
         """The first `size` of them, for the model."""
         there = self.tensor.narrow(0, 0, size)
         if self._gpu is not None:
-            self._gpu.copy(there, self._source.narrow(0, 0, size))
+            self._gpu.kernel_copy(there, self._source.narrow(0, 0, size))  # not behind prefetches
         return there
 
 

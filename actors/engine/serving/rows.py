@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ import torch
 from transformers import cache_utils
 
 from ....errors import NotServing, PolicyError, StoreError, TierMoeError, UnsupportedModelError
+from ...policies.drafts import DecodeCounts, DraftPricing
 from ...policies.routing import SequenceRows
 from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
@@ -202,6 +203,10 @@ class RowBatcher:
                 f"{type(self._model).__name__} does not generate here: {error}",
                 "use another model or version of transformers",
             ) from cause
+
+    def draft(self, pricing: DraftPricing, counts: Callable[[], DecodeCounts]) -> str | None:
+        """Why requests are not drafted."""
+        return "only the paged KV cache gives the rows of rejected tokens back"
 
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Queue a request. Raises as `ContinuousBatcher.submit`."""

@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ....errors import CheckpointError, RequestError
 from ....kernels import _cpu
 from ...requests import SamplingParams, TokenLogprob
 from .streams import Stream
 
+Read = Callable[[Sequence[torch.Tensor]], Sequence[NDArray[Any]]]
 Note = Callable[[str, int, TokenLogprob], None]  # (stream, place in the prompt or among the generated tokens, value)
 _LEAST_TEMPERATURE = 1e-30  # a lower one gives the same tokens, and may be rounded to 0
 
@@ -141,6 +143,11 @@ class PromptScorer:
         return torch.cat(ranges).to(like)
 
 
+def to_host(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
+    """Their numbers, each with a copy of its own."""
+    return [tensor.cpu().numpy() for tensor in tensors]
+
+
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> int | None:
     """One token of logits [V]: temperature, then min-p, top-k and top-p, then inverse transform sampling.
 
@@ -225,16 +232,20 @@ class Pick:
         return token
 
 
-def pick_of(stream: Stream | None) -> Pick | None:
-    """How the next token of a stream is picked; None: by the argmax of the scores, as for one that has ended."""
+def pick_of(stream: Stream | None, accepted: Sequence[int] = ()) -> Pick | None:
+    """How the next token of a stream is picked; None: by the argmax of the scores, as for one that has ended.
+
+    accepted: tokens of this step before it.
+    """
     if stream is None:
         return None
-    params, processor, step = stream.request.sampling, stream.processor, len(stream.generated)
+    params, processor, step = stream.request.sampling, stream.processor, len(stream.generated) + len(accepted)
     if processor is None:
         if params.temperature == 0 and params.logprobs is None and step >= params.min_tokens:
             return None
         return Pick(params, stream.seed, step, stream.name)
-    return Pick(params, stream.seed, step, stream.name, lambda scores: processor(scores, stream.generated))
+    generated = [*stream.generated, *accepted] if accepted else stream.generated
+    return Pick(params, stream.seed, step, stream.name, lambda scores: processor(scores, generated))
 
 
 def refuse_unbounded(scores: torch.Tensor) -> None:
@@ -255,15 +266,16 @@ def _unbounded() -> CheckpointError:
 
 def next_tokens(
     logits: torch.Tensor, rows: int, picks: Sequence[Pick | None], eos: Sequence[int], note: Note,
-    failed: Callable[[int, BaseException], None] | None = None,
+    failed: Callable[[int, BaseException], None] | None = None, read: Read = to_host,
 ) -> list[int]:  # fmt: skip
     """One token for each of the first rows of logits [1, N, V]; see `Pick.token`. picks: of each row, or of none.
 
     Args:
         failed: called with a row that gets no token, and why; its place in the result means nothing. None: the first
             failure of a pick is raised, and a row without a pick does not fail.
+        read: brings tensors of a GPU to the host.
     """
-    tokens, largest = _argmax(logits, rows)
+    tokens, largest = _argmax(logits, rows, read)
     if failed is not None:
         for i, score in enumerate(largest):
             if not math.isfinite(score) and (i >= len(picks) or picks[i] is None):
@@ -279,21 +291,64 @@ def next_tokens(
     return tokens
 
 
-def _argmax(logits: torch.Tensor, rows: int) -> tuple[list[int], list[float]]:
+def verified_tokens(
+    logits: torch.Tensor, streams: Sequence[Stream | None], drafts: Sequence[Sequence[int]], eos: Sequence[int],
+    note: Note, failed: Callable[[int, BaseException], None], read: Read = to_host,
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """The next token of each request behind the drafts that it accepts, and how many these are.
+
+    A draft is accepted if it is the token that the request's parameters pick there, so the tokens are those of a run
+    without drafts, also where they are sampled: a draw depends on the seed and on the token's number.
+
+    Args:
+        logits: [1, N, V]; of each request the row of its last token, and one for each of its drafts.
+        drafts: of each request; they may be none.
+        failed: called with a request that gets no token, and why; its place in the result means nothing.
+        read: as of `next_tokens`.
+    """
+    best, scores = _argmax(logits, len(drafts) + sum(map(len, drafts)), read)
+    tokens, lengths, row = list[int](), list[int](), 0
+    for i, (stream, draft) in enumerate(zip(streams, drafts, strict=True)):
+        accepted, token = list[int](), 0
+        for place in range(len(draft) + 1):
+            pick, at = pick_of(stream, accepted), row + place
+            try:
+                if pick is not None:
+                    token = pick.token(logits[0, at].float(), eos, note)
+                elif math.isfinite(scores[at]):
+                    token = best[at]
+                else:
+                    raise _unbounded()
+            except BaseException as error:  # a grammar's library may panic, which is no `Exception`
+                if not accepted:
+                    failed(i, error)
+                else:  # the tokens before it came; the next step fails
+                    token = accepted.pop()
+                break
+            if place == len(draft) or token != draft[place] or (stream is not None and token in stream.stops):
+                break
+            accepted.append(token)
+        tokens.append(token)
+        lengths.append(len(accepted))
+        row += len(draft) + 1
+    return tokens, lengths
+
+
+def _argmax(logits: torch.Tensor, rows: int, read: Read) -> tuple[list[int], list[float]]:
     """Of each of the first rows of logits [1, N, V]: the first of the largest, as torch's, and its score.
 
     The score is infinite or not a number where the row has no finite largest one.
     """
     if logits.device.type != "cpu":
-        return _argmax_in_one_copy(logits[0, :rows])
+        return _argmax_in_one_read(logits[0, :rows], read)
     logits = logits.detach().float().contiguous()
     tokens = _cpu.argmax_rows(logits.data_ptr(), rows, logits.shape[-1])  # torch's own is slower on a CPU
     scores = logits.numpy()
     return tokens, [float(scores[0, i, token]) for i, token in enumerate(tokens)]
 
 
-def _argmax_in_one_copy(logits: torch.Tensor) -> tuple[list[int], list[float]]:
-    """`_argmax` of logits [N, V] with one copy to the host."""
-    scores, tokens = logits.float().max(-1)
-    both = torch.stack([tokens.double(), scores.double()]).tolist()
-    return [int(token) for token in both[0]], both[1]
+def _argmax_in_one_read(logits: torch.Tensor, read: Read) -> tuple[list[int], list[float]]:
+    """`_argmax` of logits [N, V]."""
+    found = logits.float().max(-1)
+    tokens, scores = read((found.indices, found.values))
+    return tokens.tolist(), scores.tolist()

@@ -70,7 +70,11 @@ class StepScheduler(FIFOScheduler):
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """See transformers; token_budget: rows of the step."""
-        decoding = sum(state.status == RequestStatus.DECODING for state in self.active_requests.values())
+        decoding = sum(
+            len(state.tokens_to_process)
+            for state in self.active_requests.values()
+            if state.status == RequestStatus.DECODING
+        )
         if decoding and self.prefill_chunk is not None:
             token_budget = min(token_budget, decoding + self.prefill_chunk)
         self._rows = token_budget
@@ -84,6 +88,13 @@ class StepScheduler(FIFOScheduler):
                 return super().schedule_batch(token_budget, cache_budget)
             self.starved_requests = []
         return found
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether there are requests, and all of them decode."""
+        if self.waiting_requests or not self.active_requests:
+            return False
+        return all(state.status == RequestStatus.DECODING for state in self.active_requests.values())
 
     def register(self, state: Any) -> None:
         """Let later requests share the blocks that a forward filled.

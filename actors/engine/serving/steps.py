@@ -1,9 +1,11 @@
 """Steps of continuous batching: choose requests, run the model, pick tokens, deliver them.
 
-    prepare    the requests of the step before again, one token further (`Repeat`), or as transformers schedules them
+    prepare    drafts, if they pay (`drafts`); else the requests of the step before again, one token further
+               (`Repeat`), or as transformers schedules them
     announce   whose rows the forward carries                                                   SequenceWatcher
-    compute    the model, and the next token of each request                                    sampling.next_tokens
-    update     tokens to the requests and to their streams; ended requests give their KV cache back
+    compute    the model, and the next token of each request, behind the drafts that it accepts     sampling
+    update     tokens to the requests and to their streams; rows of rejected drafts leave the KV cache; ended requests
+               give theirs back
 
 transformers' scheduler admits, splits prompts, and makes room in the KV cache. A step that only decodes, between two
 such events, has the same inputs as the step before but for a few numbers, which `Repeat` changes.
@@ -22,9 +24,11 @@ from ....errors import TierMoeError
 from ...policies.routing import SequenceRows
 from ..cuda.runtime import GpuRuntime
 from ..model.lengths import lengths_of
+from ..pinned_fetch import PinnedFetch
+from .drafts import Drafter, NoDrafts
 from .recorded import Recorded, Unrecorded
 from .repeat import Kept, Repeat
-from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows
+from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows, to_host, verified_tokens
 from .streams import SequenceWatcher, Streams
 
 if TYPE_CHECKING:
@@ -101,8 +105,11 @@ class Batch:
         states: transformers' `RequestState` of those that get a token, in the order of the logits.
         sequences: of each request its rows and the tokens of its prompt, for `SequenceLengths.of`.
         inputs: the arguments of the model.
+        decodes: it has no rows of a prompt.
+        drafts: of each of `states`; once the tokens came, those that were accepted. Empty: none has any.
+        rejected: how many of its drafts each of them rejected.
         repeats: the next step may be of the same requests, with its inputs from `repeat`.
-        tokens: that came of it, one for each of `states`.
+        tokens: that came of it, one for each of `states`, behind its accepted drafts.
         greedy: the argmax of the scores suffices for every request, from now on.
     """
 
@@ -111,7 +118,10 @@ class Batch:
     rows: Sequence[SequenceRows]
     sequences: Sequence[tuple[int, int]]
     inputs: dict[str, Any]
+    decodes: bool
     repeats: bool
+    drafts: list[list[int]] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
     repeat: Repeat | None = None
     tokens: list[int] = field(default_factory=list)
     greedy: bool = False
@@ -129,18 +139,21 @@ class Steps:
     Attributes:
         memory: that the KV cache shares with experts; None: it has its own.
         recorded: decode steps that are replayed; None: none are.
+        drafts: drafted tokens of the next step.
         carried: rows of the step under way, or of the one that ended the loop.
     """
 
     carried: Sequence[SequenceRows] = ()
     memory: SharedMemory | None = None
     recorded: Recorded | None = None
+    drafts: Drafter | NoDrafts = NoDrafts()
 
     def __init__(
         self, model: Any, streams: Streams, watcher: SequenceWatcher | None, scorer: PromptScorer,
         gpu: GpuRuntime | None = None,
     ) -> None:  # fmt: skip
         self._gpu, self._stream, self._kept = gpu, None, Kept(gpu)
+        self._read = to_host if gpu is None else PinnedFetch(gpu)  # which waits with the interpreter's lock
         self._model, self._streams, self._watcher, self._scorer = model, streams, watcher, scorer
         self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
         self.lengths = lengths_of(model)
@@ -189,6 +202,7 @@ class Steps:
 
     def _step(self, processor: Any) -> bool:
         self.carried = ()
+        self.drafts.begin()
         batch = self.prepare(processor)
         if batch is None:
             return False
@@ -204,20 +218,27 @@ class Steps:
         scheduler, delivered = processor.scheduler, []
         if self.memory is not None:
             self.memory.stepped()
+        for state, rejected in zip(batch.states, batch.rejected, strict=False):
+            state.position_offset -= rejected  # their rows leave the KV cache: the next step writes there again
         if batch.repeat is None:
             for request in batch.requests:
                 if request.complete_blocks and request.state.request_id not in self._failed:
                     scheduler.register(request.state)
-        for state, token in zip(batch.states, batch.tokens, strict=True):
+        accepted = batch.drafts or [[]] * len(batch.states)
+        for state, before, token in zip(batch.states, accepted, batch.tokens, strict=True):
             if state.request_id in self._failed:
                 continue
+            for draft in before:  # none of them ends it
+                state.update_and_check_completion(draft, None)
             ended = state.update_and_check_completion(token, None)
             if ended:
                 scheduler.register(state)
                 scheduler.finish_request(state.request_id)
                 scheduler.block_new_requests = batch.repeats = False
-            delivered.append((state.request_id, token, ended))
+            delivered.append((state.request_id, (*before, token), ended))
         self.deliver(delivered)
+        if batch.decodes and not self._failed:
+            self.drafts.took(batch.states, batch.drafts)
         if self._failed:
             self._end_failed(batch, scheduler)
         self._last = batch if batch.repeats else None
@@ -239,7 +260,8 @@ class Steps:
         scheduler = processor.scheduler
         anew = self.lengths.any and any(map(scheduler.is_anew, last.states)) if last is not None else False
         gives = self.memory is not None and self.memory.is_due
-        if last is not None and not self._disturbed and not anew and not gives:
+        drafting = not anew and self.drafts.choose(processor)
+        if last is not None and not drafting and not self._disturbed and not anew and not gives:
             # What waits for admission goes on waiting: no request has ended, so the KV cache has no more room.
             if last.repeat is None:
                 last.repeat = Repeat(
@@ -256,13 +278,17 @@ class Steps:
         requests = made.requests_in_batch
         states = [request.state for request in requests if request.has_new_token]
         rows = _rows_of(requests)
+        decodes = len(states) == len(rows) and all(row.decode for row in rows)
         # a prompt may have one row, too
-        decodes = len(states) == len(rows) and all(row.decode and row.stop - row.start == 1 for row in rows)
+        drafts = self.drafts.of(requests) if drafting else []
         inputs: dict[str, Any] = dict(made.get_model_kwargs())
+        if drafts:
+            inputs["logits_indices"] = _wanted_rows(requests, inputs["logits_indices"])
         if self._keeps:
             inputs["logits_to_keep"] = 0 if decodes else inputs["logits_indices"]  # 0: of all rows
         repeats = (
             decodes
+            and not drafts
             and len(requests) == len(scheduler.active_requests)
             and inputs["block_table"] is None  # which flash-attn reads
         )
@@ -270,7 +296,7 @@ class Steps:
             request.state.tiermoe_prompt = self.prompt_of(request.state)
             request.state.tiermoe_salt = self.salt_of(request.state.request_id)
         sequences = [(request.query_length, request.state.tiermoe_prompt or 0) for request in requests]
-        return Batch(requests, states, rows, sequences, inputs, repeats)
+        return Batch(requests, states, rows, sequences, inputs, decodes, repeats, drafts)
 
     def compute(self, batch: Batch) -> list[int]:
         """The next token of each of the batch's `states`."""
@@ -284,10 +310,19 @@ class Steps:
         def failed(row: int, error: BaseException) -> None:
             self._failed[batch.states[row].request_id] = error
 
+        if batch.drafts:
+            asked = [self._streams.get(state.request_id) for state in batch.states]
+            tokens, lengths = verified_tokens(
+                logits, asked, batch.drafts, self._streams.eos, self._streams.note, failed, self._read
+            )
+            batch.rejected = [len(draft) - length for draft, length in zip(batch.drafts, lengths, strict=True)]
+            batch.drafts = [draft[:length] for draft, length in zip(batch.drafts, lengths, strict=True)]
+            return tokens
         picks = [] if batch.greedy else [pick_of(self._streams.get(state.request_id)) for state in batch.states]
         batch.greedy = batch.repeats and not any(picks)
         # transformers asks for a row of every request, also of one whose prompt goes on
-        return next_tokens(logits, len(batch.states), picks, self._streams.eos, self._streams.note, failed)
+        streams = self._streams
+        return next_tokens(logits, len(batch.states), picks, streams.eos, streams.note, failed, self._read)
 
     def _replayed(self, batch: Batch) -> torch.Tensor | None:
         """The logits of a recorded step; None: the model is to run."""
@@ -300,10 +335,10 @@ class Steps:
                 self._watcher.begin_forward(batch.rows)
             return None
 
-    def deliver(self, tokens: Sequence[tuple[str, int, bool]]) -> None:
-        """New tokens to their streams: (name, token, whether it is the last)."""
-        for name, token, last in tokens:
-            (self._streams.finish if last else self._streams.deliver)(name, (token,))
+    def deliver(self, tokens: Sequence[tuple[str, tuple[int, ...], bool]]) -> None:
+        """New tokens to their streams: (name, tokens, whether they are the last)."""
+        for name, new, last in tokens:
+            (self._streams.finish if last else self._streams.deliver)(name, new)
 
     def _wanted(self, batch: Batch) -> list[PromptRows]:
         """The rows that predict prompt tokens with wanted log-probabilities."""
@@ -317,6 +352,21 @@ class Steps:
             wanted = prompt_rows(row.name, prompt, top, row.start, request.query_length, offset)
             found += [wanted] if wanted is not None else []
         return found
+
+
+def _wanted_rows(requests: Sequence[Any], last: torch.Tensor) -> torch.Tensor:
+    """Rows that predict a token: of each request that gets one, its last token's and those of its drafts.
+
+    last: the last row of each of these requests.
+    """
+    wanted, start = list[int](), 0
+    for request in requests:
+        stop = start + request.query_length
+        if request.has_new_token:
+            first = start if request.state.generated_tokens else stop - 1
+            wanted += range(first, stop)
+        start = stop
+    return torch.tensor(wanted, dtype=last.dtype, device=last.device)
 
 
 def _rows_of(requests: Sequence[Any]) -> list[SequenceRows]:

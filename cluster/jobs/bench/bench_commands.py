@@ -118,7 +118,7 @@ def _run(
 
     def measure(progress: Progress) -> Report:
         with _cells(address, progress) as cells:
-            report, journal = run_experiment(experiment, model, config, result, progress, cells, earlier=result)
+            report, journal = run_experiment(experiment, model, config, result, progress, cells)
         if experiment.printed is not None:
             from .page import table_of
 

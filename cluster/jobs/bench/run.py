@@ -119,16 +119,16 @@ class Study:
 def run_experiment(
     experiment: Experiment, model: str | None = None, file: str | None = None, out: Path | None = None,
     progress: Progress | None = None, cells: Cells | None = None, start: Start = start_worker,
-    score: Score | None = None, earlier: Path | None = None,
+    score: Score | None = None,
 ) -> tuple[Report, Journal]:  # fmt: skip
     """Run an experiment, or resume it.
 
     Args:
         model, file: checkpoint and configuration, except for the experiment's own keys. A name of `MODELS` is a random
             model: it is made, gets prompts of the default model's text, and its tokens are sampled.
-        out: the result's file, which places the journal; None: no journal.
+        out: the result's file: it places the journal, and an earlier one has the sections that are not run now.
+            None: no journal.
         cells: where engine cells run; None: in this process, in turn. start, score: see `measure_cell`.
-        earlier: an earlier result, with the sections that are not run now.
 
     Returns:
         The report, and the journal, which the caller discards. A counter that no row of a section has was zero in all.
@@ -152,7 +152,7 @@ def run_experiment(
         study.journal = journal = Journal(out, _fingerprint(study))
         study.settings = _settings(study) | {"load_average": load_average}
         if experiment.parts and (absent := [s for s in experiment.sections if s not in experiment.running]):
-            take_earlier(study, earlier, [section.name for section in absent])
+            take_earlier(study, out, [section.name for section in absent])
         links = _links(study)
         files = _predictor_files(study) if experiment.needs_model else {}
         for section in experiment.running:

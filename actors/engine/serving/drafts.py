@@ -1,0 +1,128 @@
+"""Drafted tokens in the batched loop: where they come from, when they may be fed, and what a step with them took.
+
+A request's drafts are rows behind that of its last token, in the same forward. `sampling.verified_tokens` accepts them
+in order; the first that is another token than the request's own is rejected, with all behind it, and the KV cache
+writes over their rows. A window of sliding attention is a ring whose old keys rejected rows would take, so a request is
+drafted there only while its text, with the drafts, is shorter than the window.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...policies.drafts import DecodeCounts, DraftPricing, NgramIndex, Proposal, StepTime, Verified
+from .scheduler import used_share
+from .streams import Streams
+
+_FULL = 0.9  # share of the KV cache in use from which nothing is drafted: rejected rows would take others' room
+
+
+class NoDrafts:
+    """Nothing is drafted."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def choose(self, processor: Any) -> bool:
+        """Give the requests drafts that pay; whether there are any."""
+        return False
+
+    def of(self, requests: Sequence[Any]) -> list[list[int]]:
+        """The drafts that the step feeds, of each request that gets a token."""
+        return []
+
+    def took(self, states: Sequence[Any], accepted: Sequence[Sequence[int]]) -> None:
+        """A step that only decodes ended. accepted: drafts of each of its states; empty: none had any."""
+
+
+class Drafter(NoDrafts):
+    """Prompt-lookup drafts, priced (`policies.drafts`).
+
+    Args:
+        streams: the requests.
+        pricing: decides.
+        counts: of the experts, now.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, streams: Streams, pricing: DraftPricing, counts: Callable[[], DecodeCounts],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._streams, self._pricing, self._counts, self._clock = streams, pricing, counts, clock
+        self._texts: dict[str, NgramIndex] = {}  # of each request's prompt and tokens
+        self._fed: dict[str, tuple[int, list[int]]] = {}  # of the step under way, by request: match and drafts
+        self._begun = 0.0, counts()
+
+    def begin(self) -> None:
+        self._begun = self._clock(), self._counts()
+
+    def choose(self, processor: Any) -> bool:
+        scheduler, states = processor.scheduler, list(processor.scheduler.active_requests.values())
+        self._fed = {}
+        if not scheduler.only_decodes:
+            return False
+        for state in states:  # those of a step that had no room for it
+            del state.tokens_to_process[1:]
+        if used_share(processor.cache) > _FULL:
+            return False
+        found = [self._proposal(state, processor.cache) for state in states]
+        if not any(tokens for tokens, _ in found):
+            return False
+        self._pricing.copy_s = self._begun[1].copy_s
+        proposals = [Proposal(len(tokens), match) for tokens, match in found]
+        counts = self._pricing.choose(proposals, processor.max_batch_tokens - len(states))
+        for state, (tokens, match), count in zip(states, found, counts, strict=True):
+            if count:
+                state.tokens_to_process += tokens[:count]
+                self._fed[state.request_id] = match, tokens[:count]
+        return bool(self._fed)
+
+    def _proposal(self, state: Any, cache: Any) -> tuple[list[int], int]:
+        """Tokens that may follow a request's last one, and the length of the match."""
+        stream = self._streams.get(state.request_id)
+        if stream is None:
+            return [], 0
+        room = min(self._pricing.most, stream.request.sampling.max_tokens - len(stream.generated) - 1)
+        for allocator in cache.cache_allocators.values():
+            if window := getattr(allocator, "sliding_window", 0):
+                room = min(room, window - 1 - state.position_offset)
+        if room <= 0:
+            return [], 0
+        text = self._texts.setdefault(state.request_id, NgramIndex())
+        prompt = stream.request.prompt_ids
+        if not len(text):
+            text.extend(prompt)
+        text.extend(stream.generated[len(text) - len(prompt) :])
+        return text.propose(room)
+
+    def of(self, requests: Sequence[Any]) -> list[list[int]]:
+        found = []
+        for request in requests:
+            _, tokens = self._fed.get(request.state.request_id, (0, []))
+            fed = request.query_length == 1 + len(tokens) and request.state.generated_tokens
+            if request.has_new_token:
+                found.append(tokens if fed else [])  # one that is fed again from its begin has none
+        return found
+
+    def took(self, states: Sequence[Any], accepted: Sequence[Sequence[int]]) -> None:
+        (begun_s, before), now = self._begun, self._counts()
+        step = StepTime(
+            self._clock() - begun_s, now.needed - before.needed, now.missed - before.missed,
+            now.waited_s - before.waited_s,
+        )  # fmt: skip
+        if step.needed <= 0:  # the counters were reset meanwhile
+            return
+        if not accepted:
+            verified = [Verified(0, 0, 0)] * len(states)
+        else:
+            fed = [self._fed.get(state.request_id, (0, [])) for state in states]
+            verified = [
+                Verified(match, len(tokens), len(right))
+                for (match, tokens), right in zip(fed, accepted, strict=True)
+            ]
+        self._pricing.took(step, verified)
+        for name in [name for name in self._texts if not self._streams.is_open(name)]:
+            del self._texts[name]

@@ -1,0 +1,329 @@
+"""Drafted tokens: how many pay, where they are looked up, and that no token differs from a run without them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as bounded
+from hypothesis import strategies as st
+from serving import policy, prepared, serving, settings
+from tiny_models import VOCAB, save_tiny_checkpoint, tiny_config
+from transformers import AutoModelForCausalLM
+
+from tiermoe.actors import gpu_worker
+from tiermoe.actors.engine.serving import drafts
+from tiermoe.actors.engine.serving.sampling import verified_tokens
+from tiermoe.actors.engine.serving.streams import Stream, Streams
+from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
+from tiermoe.actors.policies.drafts import DraftPricing, NgramIndex, Proposal, StepTime, Verified
+from tiermoe.actors.requests import GenerationRequest, SamplingParams
+from tiermoe.actors.settings import DraftSettings, KvSettings, LinkSettings
+
+PLAIN = StepTime(seconds=0.010, needed=64, missed=32, waited_s=0.006)
+
+
+def known(requests: int = 1, plain: StepTime = PLAIN, most: int = 7) -> DraftPricing:
+    """A pricing that has seen steps without drafts."""
+    pricing = DraftPricing(most, experts=32, top_k=4)
+    for _ in range(6):
+        pricing.took(plain, [Verified(0, 0, 0)] * requests)
+    return pricing
+
+
+# -- the decision ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[DraftPricing, list[Proposal], int]:
+    requests = draw(st.integers(1, 3))
+    waited_s = draw(st.floats(0, 0.02))
+    pricing = known(requests, StepTime(waited_s + draw(st.floats(0.001, 0.02)), 64, draw(st.integers(0, 60)), waited_s))
+    for _ in range(draw(st.integers(0, 6))):
+        match, drafted = draw(st.integers(1, 40)), draw(st.integers(1, 4))
+        seconds = draw(st.floats(0.001, 0.03))
+        step = StepTime(seconds, 128, draw(st.integers(0, 120)), draw(st.floats(0, 1)) * seconds)
+        right = Verified(match, drafted, draw(st.integers(0, drafted)))
+        pricing.took(step, [right] + [Verified(0, 0, 0)] * (requests - 1))
+    proposals = [
+        Proposal(draw(st.integers(0, 4)), draw(st.integers(1, 40))) for _ in range(requests)
+    ]
+    return pricing, proposals, draw(st.integers(0, 12))
+
+
+@bounded(max_examples=80, deadline=None)
+@given(situations())
+def test_the_most_expected_tokens_a_second(situation: tuple[DraftPricing, list[Proposal], int]) -> None:
+    pricing, proposals, room = situation
+    requests = len(proposals)
+    plain = requests / pricing.seconds(requests, requests)
+
+    def rate(counts: Sequence[int]) -> float:
+        tokens = sum(
+            1 + sum(pricing.odds(proposal.match) ** place for place in range(1, count + 1))
+            for proposal, count in zip(proposals, counts, strict=True)
+        )
+        return tokens / pricing.seconds(requests, requests + sum(counts))
+
+    every = itertools.product(*(range(proposal.tokens + 1) for proposal in proposals))
+    best = max((counts for counts in every if sum(counts) <= room), key=rate)
+    chosen = pricing.choose(proposals, room)
+    assert sum(chosen) <= room
+    assert all(count <= proposal.tokens for count, proposal in zip(chosen, proposals, strict=True))
+    if pricing._account is None or pricing._account <= 0 or rate(best) <= 1.1 * plain:
+        assert not any(chosen)
+    else:
+        assert rate(chosen) == pytest.approx(rate(best))
+
+
+def test_nothing_is_drafted_before_steps_without_are_known() -> None:
+    pricing = DraftPricing(7, experts=32, top_k=4)
+    assert pricing.choose([Proposal(7, 32)], 100) == [0]
+    assert known().choose([Proposal(7, 32)], 100) != [0]
+    assert known(1).choose([Proposal(7, 32)] * 2, 100) == [0, 0]  # of another number of requests
+
+
+@pytest.mark.parametrize(
+    ("plain", "match", "some"),
+    [
+        (StepTime(0.010, 64, 0, 0.0), 32, True),  # rows cost little where all is resident
+        (StepTime(0.100, 64, 60, 0.095), 4, False),  # each further row waits for as many experts, most are wrong
+        (StepTime(0.100, 64, 4, 0.005), 32, True),
+    ],
+)
+def test_what_a_miss_costs_decides(plain: StepTime, match: int, some: bool) -> None:
+    pricing = known(plain=plain)
+    for _ in range(4):  # measured: eight rows miss eight times as much
+        eight = StepTime(plain.seconds + 7 * plain.waited_s, 512, 8 * plain.missed, 8 * plain.waited_s)
+        pricing.took(eight, [Verified(32, 7, 7)])
+    pricing._account = 1.0
+    assert any(pricing.choose([Proposal(7, match)], 100)) is some
+
+
+@bounded(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_wrong_predictions_cost_is_bounded(seed: int) -> None:
+    """Drafts that are always wrong, in steps that take any time: 1% of the rest, the start's two steps, one step."""
+    draw, pricing, lost_s, plain_s, longest_s = random.Random(seed), known(), 0.0, 0.0, 0.0
+    for _ in range(600):
+        (count,) = pricing.choose([Proposal(7, 32)], 100)
+        if count:
+            seconds = draw.uniform(0.010, 0.040)
+            pricing.took(StepTime(seconds, 400, 300, 0.9 * seconds), [Verified(32, count, 0)])
+            lost_s, longest_s = lost_s + seconds - PLAIN.seconds, max(longest_s, seconds)
+        else:
+            pricing.took(PLAIN, [Verified(0, 0, 0)])
+            plain_s += PLAIN.seconds
+    assert 0 < lost_s <= 0.01 * plain_s + 2 * PLAIN.seconds + longest_s
+    assert pricing.stats.saved_s == pytest.approx(-lost_s)
+
+
+def test_steps_without_drafts_are_measured_again_and_again() -> None:
+    pricing = known()
+    found = []
+    for _ in range(60):
+        (count,) = pricing.choose([Proposal(7, 32)], 100)
+        found.append(count > 0)
+        right = Verified(32, count, count) if count else Verified(0, 0, 0)
+        pricing.took(PLAIN, [right])
+    assert found == [number != 48 for number in range(60)]
+    assert pricing.stats.accepted == pricing.stats.drafted
+    assert pricing.stats.saved_s > 0
+
+
+# -- prompt lookup -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "found", "match"),
+    [
+        ("abcdeXabc", 2, "de", 3),
+        ("abcdeXabc", 9, "deXabcdeX", 3),  # its source reaches the end of the text
+        ("abcdabceabc", 1, "e", 3),  # the latest of equals
+        ("xabcdyabceZxabc", 1, "d", 4),  # the longest
+        ("abcdefgh", 3, "", 0),
+        ("ab", 3, "", 0),
+        ("aaaa", 3, "aaa", 3),
+    ],
+)
+def test_what_followed_before(text: str, most: int, found: str, match: int) -> None:
+    index = NgramIndex()
+    index.extend(map(ord, text[:4]))
+    index.extend(map(ord, text[4:]))
+    assert index.propose(most) == ([ord(letter) for letter in found], match)
+
+
+# -- verification ------------------------------------------------------------------------------------------------------
+
+
+def one_hot(*tokens: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(tokens), 16).float()[None]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "best", "expected", "accepted"),
+    [
+        ([[5, 6]], [5, 6, 7], [7], [2]),
+        ([[5, 6]], [5, 9, 7], [9], [1]),
+        ([[5, 6]], [4, 6, 7], [4], [0]),
+        ([[5, 2, 6]], [5, 2, 6, 7], [2], [1]),  # 2 ends the request
+        ([[], [5]], [8, 5, 7], [8, 7], [0, 1]),
+    ],
+)
+def test_a_draft_is_accepted_if_it_is_the_own_token(
+    drafts: list[list[int]], best: list[int], expected: list[int], accepted: list[int]
+) -> None:
+    streams = Streams(64, [2], 16)
+    held: list[Stream | None] = [
+        streams.open(GenerationRequest(f"r{i}", (1,), SamplingParams(max_tokens=9))) for i in range(len(drafts))
+    ]
+
+    def failed(request: int, error: BaseException) -> None:
+        raise error
+
+    assert verified_tokens(one_hot(*best), held, drafts, (2,), lambda *note: None, failed) == (expected, accepted)
+
+
+def test_a_request_fails_where_it_would_without_drafts() -> None:
+    scores, failures = one_hot(5, 6, 7), dict[int, BaseException]()
+    scores[0, 1] = float("nan")
+    found = verified_tokens(scores, [None], [[5, 6]], (), lambda *note: None, failures.__setitem__)
+    assert (found, failures) == (([5], [0]), {})  # its first token came; the next step has that row first
+    scores[0, 0] = float("nan")
+    verified_tokens(scores, [None], [[5, 6]], (), lambda *note: None, failures.__setitem__)
+    assert list(failures) == [0]
+
+
+# -- served ------------------------------------------------------------------------------------------------------------
+
+
+class Always(DraftPricing):
+    """Drafts as many as are proposed, and keeps what was measured."""
+
+    def choose(self, proposals: Sequence[Proposal], room: int) -> list[int]:
+        return [min(proposal.tokens, room // len(proposals)) for proposal in proposals]
+
+
+class Guessing(NgramIndex):
+    """Proposes the right next tokens (`known`, by prompt), each with a chance of three quarters, else another."""
+
+    known: ClassVar[dict[tuple[int, ...], list[int]]] = {}
+    draw = random.Random(5)
+
+    def propose(self, most: int) -> tuple[list[int], int]:
+        text = self._text
+        for prompt, tokens in self.known.items():
+            if tuple(text[: len(prompt)]) == prompt:
+                right = tokens[len(text) - len(prompt) :][: self.draw.randrange(most + 1)]
+                return [token if self.draw.random() < 0.75 else 3 for token in right], 3
+        return [], 0
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "seed": 4, "top_p": 0.8, "logprobs": 2},
+    {"presence_penalty": 1.0, "repetition_penalty": 1.3}, {"min_tokens": 4, "logprobs": 0},
+    {"temperature": 1.3, "seed": 9, "min_p": 0.05, "ignore_eos": True},
+]  # fmt: skip
+KV = KvSettings(page_size=4, num_blocks=128, max_batch_tokens=64)
+
+
+def asked(store_seed: int, **more: Any) -> list[GenerationRequest]:
+    draw = random.Random(store_seed)
+    return [
+        GenerationRequest(
+            f"r{i}", tuple(draw.randrange(3, VOCAB) for _ in range(5 + 3 * i)),
+            SamplingParams(**{"max_tokens": 20 + i, **params, **more}),
+        )
+        for i, params in enumerate(SAMPLINGS)
+    ]  # fmt: skip
+
+
+def answers(worker: GpuWorker, requests: Sequence[GenerationRequest]) -> list[tuple[Any, ...]]:
+    """Tokens, the end, and the tokens of log-probabilities with these, of requests in flight together."""
+    found = []
+    for events in [list(stream) for stream in [worker.submit(request) for request in requests]]:
+        assert events[-1].error is None, events[-1].error
+        scored = [one for event in events for one in event.logprobs]
+        tokens = [token for event in events for token in event.token_ids]
+        found.append((tokens, events[-1].finish, [(one.token_id, round(one.logprob, 3)) for one in scored]))
+    return found
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])  # full attention; windows of 8 tokens beside it
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("drafts")
+    return prepared(save_tiny_checkpoint(request.param, folder / "model"), folder / "store")
+
+
+@pytest.fixture
+def guessing(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Guessing]]:
+    monkeypatch.setattr(gpu_worker, "DraftPricing", Always)
+    monkeypatch.setattr(drafts, "NgramIndex", Guessing)
+    yield Guessing
+    Guessing.known = {}
+
+
+@pytest.mark.parametrize("compiled", ["off", "native"])
+def test_the_same_tokens(store: Any, guessing: type[Guessing], compiled: str) -> None:
+    requests = asked(1)
+    with serving(store, settings(0.5, "next-gate", kv=KV, compile=compiled)) as plain:
+        expected = answers(plain, requests)
+        assert plain.stats().drafts is None
+    guessing.known = {
+        request.prompt_ids: found[0] for request, found in zip(requests, expected, strict=True)
+    }
+    drafting = settings(0.5, "next-gate", kv=KV, compile=compiled, drafts=DraftSettings(kind="ngram", tokens=4))
+    with serving(store, drafting) as worker:
+        for _ in range(2):  # the second time on the blocks that the first left in the prefix cache
+            assert answers(worker, requests) == expected
+        for request, own in zip(requests, expected, strict=True):
+            assert answers(worker, [request]) == [own]
+        stats = worker.stats().drafts
+        assert 0 < stats.accepted < stats.drafted
+        assert worker.load()["kv_usage"] == 0
+
+
+def test_drafts_give_way_where_the_cache_is_full(store: Any, guessing: type[Guessing]) -> None:
+    """Requests that take each other's room are fed again, without a draft among their tokens."""
+    small = KvSettings(page_size=4, num_blocks=28, max_batch_tokens=24, prefix_cache=False)
+    requests = asked(2, max_tokens=24)[:5]
+    with serving(store, settings(0.5, kv=small)) as plain:
+        expected = answers(plain, requests)
+    guessing.known = {request.prompt_ids: found[0] for request, found in zip(requests, expected, strict=True)}
+    with serving(store, settings(0.5, kv=small, drafts=DraftSettings(kind="ngram", tokens=4))) as worker:
+        assert answers(worker, requests) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "drafts_"),
+    [
+        ("off", {}, False),
+        ("ngram", {}, True),
+        ("auto", {}, True),
+        ("auto", {"link": LinkSettings(gbps=1.0, layer_us=10.0)}, False),  # for runs that repeat exactly
+        ("auto", {"policy": policy().model_copy(update={"lossless": False})}, False),
+        ("ngram", {"policy": policy().model_copy(update={"lossless": False})}, True),
+        ("auto", {"kv": KvSettings(batching="serial", page_size=16)}, False),
+    ],
+)
+def test_who_is_drafted(tmp_path: Path, kind: Any, more: dict[str, Any], drafts_: bool) -> None:
+    store = prepared(save_tiny_checkpoint("qwen3_moe", tmp_path / "model"), tmp_path / "store")
+    with serving(store, settings(0.5, drafts=DraftSettings(kind=kind), **more)) as worker:
+        assert (worker.stats().drafts is not None) is drafts_
+        assert worker.plan()["drafts"] == ({"kind": kind, "tokens": 7} if drafts_ else None)
+        noted = any("no tokens are drafted" in note for note in worker.plan()["notes"])
+        assert noted is ("kv" in more)
+
+
+def test_a_recurrent_model_says_why_it_is_not_drafted() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_next")).eval()
+    with closing(make_batcher(model, KvSettings(page_size=16, num_blocks=16))) as batcher:
+        because = batcher.draft(DraftPricing(7, 8, 2), lambda: pytest.fail("nothing is measured"))
+    assert because == "only the paged KV cache gives the rows of rejected tokens back"
