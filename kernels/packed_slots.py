@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -54,12 +54,18 @@ def check_slots(slots: Sequence[torch.Tensor], shape: PackedShape) -> None:
                             f"{tuple(tensor.shape)} on {tensor.device}")  # fmt: skip
 
 
-def try_out(kernel: PackedKernel, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Run a kernel on slot 0 at few rows and at many, and wait: compiles it, or raises what prevents it here."""
+def try_out(
+    kernel: Any, hidden_size: int, dtype: torch.dtype, device: torch.device, expert: tuple[int, ...] = (0,)
+) -> None:  # fmt: skip
+    """Run a kernel at few rows and at many, and wait: compiles it, or raises what prevents it here.
+
+    Args:
+        kernel: its `run` takes groups. expert: what a group says behind its rows: the first slot.
+    """
     for rows in (1, 17):
         hidden, pairs = torch.zeros((rows, hidden_size), dtype=dtype, device=device), torch.arange(rows, device=device)
         y = torch.empty_like(hidden)
-        kernel.run(hidden, pairs, [(0, rows, 0)], 1, y)
+        kernel.run(hidden, pairs, [(0, rows, *expert)], 1, y)
         y[0, 0].item()
 
 

@@ -1,10 +1,11 @@
 """Compiles the kernels of published forms for GPUs that need not be there; prints a line of JSON for each.
 
     compile_forms.py ARCHITECTURE [CASE ..]       e.g. 90 mxfp4
+    compile_forms.py page FILE                    writes the table of a page from such lines on its standard input
 
-Each: the case, the kernel, the row class, registers and spilled bytes as ptxas says, bytes of shared memory, the load
-instructions and the asynchronous copies by their bytes, and the weights of a thread in a pass of the loop. Sizes are
-those of published models.
+Each: the case, the kernel, the row class, registers and spilled bytes as ptxas says, bytes of shared memory, and of a
+pass of the loop the load instructions and the asynchronous copies by their bytes, and the weights of a thread. Sizes
+are those of published models.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,15 +98,25 @@ def facts_of(case: str, name: RowClass, architecture: int) -> list[dict[str, Any
     for launch, operands in zip(kernel.products[name], kernel.operands, strict=True):
         built = compiled(launch, operands, architecture)
         ptx, fixed = built.asm["ptx"], launch._fixed
+        loop = loop_of(ptx)
         matrices = 2 if "GATE" in fixed else 1
         weights = matrices * fixed["N"] * fixed["K"] // (32 * fixed["num_warps"])
         found.append({
             "case": case, "kernel": launch.name, "class": name, "sm": architecture, "shared": built.metadata.shared,
-            "weights": weights, "loads": dict(Counter(loads_of(ptx))), "copies": dict(Counter(copies_of(ptx))),
+            "weights": weights, "loads": dict(Counter(loads_of(loop))), "copies": dict(Counter(copies_of(loop))),
             "by": sorted({w for w in ("wgmma.mma_async", "mma.sync", "tcgen05.mma", "fma.rn.f32") if w in ptx}),
             "flushes": ".ftz" in ptx, **ptxas(ptx),
         })  # fmt: skip
     return found
+
+
+def loop_of(ptx: str) -> str:
+    """The longest piece from a label to a branch back to it."""
+    pieces = [""]
+    for label in re.finditer(r"^(\$L__BB\w+):", ptx, re.MULTILINE):
+        ends = [found.end() for found in re.finditer(rf"bra(?:\.uni)?\s+{re.escape(label[1])};", ptx)]
+        pieces += [ptx[label.start() : end] for end in ends if end > label.start()]
+    return max(pieces, key=len)
 
 
 def loads_of(ptx: str) -> list[int]:
@@ -118,7 +131,30 @@ def copies_of(ptx: str) -> list[int]:
     return [int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\S* \[[^,]*, \[[^,]*, (0x[0-9a-f]+)", ptx)]
 
 
-if __name__ == "__main__":
+def page(file: Path, lines: Iterable[str]) -> None:
+    """Write the table `forms` of a page: over all architectures, the most of each number."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        facts = json.loads(line)
+        found.setdefault((facts["case"], facts["kernel"].removeprefix("_form_"), facts["class"]), []).append(facts)
+    rows = ["| form | kernel | rows | sm | registers | spilled, B | shared, KiB | copies and loads, B: times |",
+            "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for key, all_of in found.items():
+        sms = " ".join(str(facts["sm"]) for facts in sorted(all_of, key=lambda facts: facts["sm"]))
+        registers, spilled, shared = (max(facts.get(n, 0) for facts in all_of)
+                                      for n in ("registers", "spilled", "shared"))  # fmt: skip
+        narrowest = max(all_of, key=lambda facts: sum(facts["loads"].values()))
+        times = ", ".join(f"{n}: {count}" for n, count in sorted(narrowest["copies"].items(), key=lambda x: -int(x[0])))
+        plain = ", ".join(f"{n}: {count}" for n, count in sorted(narrowest["loads"].items(), key=lambda x: -int(x[0])))
+        rows.append(f"| {' | '.join(key)} | {sms} | {registers} | {spilled} | {shared / 1024:.0f} | {times}; {plain} |")
+    before, rest = file.read_text().split("<!-- table: forms -->")
+    after = rest.split("<!-- end -->", 1)[1]
+    file.write_text(before + "<!-- table: forms -->\n" + "\n".join(rows) + "\n<!-- end -->" + after)
+
+
+if __name__ == "__main__" and sys.argv[1] == "page":
+    page(Path(sys.argv[2]), sys.stdin)
+elif __name__ == "__main__":
     for case in sys.argv[2:] or CASES:
         for row_class in ("decode", "prefill"):
             for facts in facts_of(case, row_class, int(sys.argv[1])):  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from tiermoe.errors import ConfigError
 from tiermoe.kernels.expert_ffn import CpuKernel, Group, Operands, TorchKernel
 
 NEURONS, WIDTH = 24, 32
+CPU = torch.device("cpu")
 
 
 def pool_in(dtype: torch.dtype, slots: int = 3) -> SlotPool:
@@ -95,13 +96,18 @@ def test_what_computes_something_else_is_found_out(slots: int) -> None:
     assert beside is None if slots == 1 else "runs beside it" in str(beside)
 
 
+def eager_gpu() -> FakeGpu:
+    gpu = FakeGpu()
+    gpu.eager = True
+    return gpu
+
+
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small trials, and no choice that an earlier test has made."""
     monkeypatch.setattr(kernel_choice, "_TRIALS", {"decode": (1, 2), "short": (17, 1), "prefill": (65, 1)})
     monkeypatch.setattr(kernel_choice, "_chosen", {})
-    gpu = FakeGpu()
-    gpu.eager = True
+    gpu = eager_gpu()
     monkeypatch.setattr(tables, "ring_of", lambda device: tables.TableRing(gpu))
     monkeypatch.setattr(kernel_times, "_MANY_ROWS", 65)
     times = kernel_times.expert_kernel_times
@@ -164,3 +170,51 @@ def test_kernels_of_published_forms() -> None:
     assert FormKernels(pool, "loop", blocks).plan.chosen["decode"] == "torch"
     with pytest.raises(ConfigError, match="needs a GPU"):
         FormKernels(pool, "triton", blocks)
+
+
+def test_published_forms_run_by_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default; layers of one form share a kernel. What has none is said, or refused where Triton is asked for."""
+    pytest.importorskip("triton")
+    from tiermoe.kernels.triton.forms import TritonFormKernel
+
+    forms = tuple(expert_form(name, 64, 32) for name in ("mxfp4", "fp8_block"))
+    pool = FormPool.allocate(Published(forms=forms, layers=(0, 1, 0), checkpoint=None), 2, torch.float32, CPU)
+    monkeypatch.setattr(FormPool, "device", torch.device("cuda"))
+    monkeypatch.setattr(tables, "ring_of", lambda device: tables.TableRing(eager_gpu()))
+    blocks = [block(), block(), block()]
+    kernels = FormKernels(pool, "auto", blocks)
+    found = [kernels.of(b) for b in blocks]
+    assert [type(kernel) for kernel in found] == [TritonFormKernel] * 3
+    assert found[0] is found[2]
+    assert found[0] is not found[1]
+    assert kernels.plan.as_dict()["chosen"]["prefill"] == "triton"
+    assert FormKernels(pool, "loop", blocks).plan.chosen["decode"] == "torch"
+
+    own = [block(), block(None), block()]
+    kernels = FormKernels(pool, "auto", own)
+    assert kernels.of(own[1]).name == "torch"  # type: ignore[attr-defined]
+    assert kernels.plan.notes == ("Triton has no kernel for the gate of these experts, which run one after another",)
+    with pytest.raises(ConfigError, match="no kernel for the gate"):
+        FormKernels(pool, "triton", own)
+    monkeypatch.setattr(TritonFormKernel, "supports", staticmethod(lambda form, _: form.down.kind == "mxfp4"))
+    with pytest.raises(ConfigError, match="no kernel for experts in the form"):
+        FormKernels(pool, "triton", blocks)
+
+
+def test_a_form_whose_kernel_does_not_compile_runs_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the plan says so, at the start and not in a request."""
+    pytest.importorskip("triton")
+    from tiermoe.kernels.triton.forms import TritonFormKernel
+
+    published = Published(forms=(expert_form("mxfp4", 64, 32),), layers=(0,), checkpoint=None)
+    pool = FormPool.allocate(published, 2, torch.float32, CPU)
+    monkeypatch.setattr(FormPool, "device", torch.device("cuda"))
+    monkeypatch.setattr(tables, "ring_of", lambda device: tables.TableRing(eager_gpu()))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(TritonFormKernel, "run", fails)
+    kernels = FormKernels(pool, "auto", [block()])
+    assert set(kernels.plan.chosen.values()) == {"torch"}
+    assert "RuntimeError: out of resource" in kernels.plan.notes[0]

@@ -90,8 +90,17 @@ class FormKernels:
             return None
         from ..cuda.tables import ring_of
 
-        parts, ring = self._pool.parts(form), ring_of(self._pool.device)
-        return TritonFormKernel(parts, form, activation, block.gate, self._pool.dtype, ring)
+        pool = self._pool
+        try:  # compiled now, not in a request
+            kernel = TritonFormKernel(
+                pool.parts(form), form, activation, block.gate, pool.dtype, ring_of(pool.device)
+            )  # fmt: skip
+            try_out(kernel, form.hidden, pool.dtype, pool.tensors[0].device, (0, form.intermediate, 0))
+        except Exception as error:  # whatever a compiler or driver raises: torch can do it
+            said = f"the Triton kernel failed ({type(error).__name__}: {error})"
+            self._notes.append(f"{said[:250]}: experts run one after another")
+            return None
+        return kernel
 
 
 class MappedKernels:
