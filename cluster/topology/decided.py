@@ -18,15 +18,18 @@ from ...actors.slot_budget import least_bytes
 from ..config import AUTO, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
 from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
 
+_PROMPT_ROWS = (1024, 2048, 4096, 8192)  # of a forward on a GPU, in place of the default
+_PROMPT_SHARE = 1 / 8  # of what experts may have, for activations of a prompt's forward
 _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
 
 
 def decided(
     config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
 ) -> tuple[EngineSettings, tuple[str, ...]]:
-    """The settings with the default policy and the budget `auto` resolved, and a note that says why that policy.
+    """The settings with the default policy, the budget `auto` and a GPU's `kv.max_batch_tokens` resolved, and a note
+    that says why that policy.
 
-    A policy and a budget that were given stay.
+    What was given stays.
 
     Args:
         here: the nodes are this machine.
@@ -40,8 +43,17 @@ def decided(
         policy = chosen_policy(name)
         settings = settings.model_copy(update={"policy": policy})
         why = (f"the default policy is {policy.name} here: {reason}",)
-    if settings.budget.auto is not None and (terms := _terms(config, settings, facts, nodes, here)).nbytes:
-        settings = settings.model_copy(update={"budget": Budget(auto=terms)})
+    auto = settings.budget.auto is not None
+    takes_rows = gpu and "max_batch_tokens" not in settings.kv.model_fields_set
+    if auto or takes_rows:
+        terms = _terms(config, settings, facts, nodes, here)
+        if takes_rows:
+            rows = _prompt_rows(settings, facts, terms)
+            terms = terms.model_copy(update={"chunk": rows, "activations": _activations(settings, facts, gpu, rows)})
+            kv = settings.kv.model_copy(update={"max_batch_tokens": rows})
+            settings = settings.model_copy(update={"kv": kv})
+        if auto and terms.nbytes:
+            settings = settings.model_copy(update={"budget": Budget(auto=terms)})
     return settings, why
 
 
@@ -58,6 +70,38 @@ def _choice(config: RunConfig, slot_bytes: int, gpu: bool) -> tuple[str, str]:
     return (STEPPED if copy_us < QUICK_COPY_US else AUTO), bound
 
 
+def _prompt_rows(settings: EngineSettings, facts: ModelFacts, known: AutoBudget) -> int:
+    """Rows of a forward on a GPU: the more, the fewer times a prompt's forwards copy the experts that are offloaded.
+
+    The most whose activations fit: beside experts of a given budget into what is free, and with `budget: auto` into
+    `_PROMPT_SHARE` of what these and experts have together.
+    """
+    least = settings.kv.max_batch_tokens
+    if known.free is None:
+        return least
+    others = sum(nbytes for name, nbytes in known.terms.items() if name not in ("free", "activations", "experts"))
+    room = known.free - others  # for activations and experts
+    if settings.budget.auto is None:
+        experts = settings.budget.bytes_of(known.slot, facts.layers * facts.experts)
+        room -= experts
+    else:
+        experts, room = room - known.activations, int(_PROMPT_SHARE * room)
+    if experts >= known.most:  # nothing is offloaded
+        return least
+    fits = [
+        rows for rows in _PROMPT_ROWS
+        if least < rows <= known.tokens and _activations(settings, facts, True, rows) <= room
+    ]  # fmt: skip
+    return max(fits, default=least)
+
+
+def _activations(settings: EngineSettings, facts: ModelFacts, gpu: bool, rows: int) -> int:
+    """Bytes of those of a forward of so many rows."""
+    kv, attention = settings.kv, "triton" if gpu and settings.asks_for_graphs else settings.attention
+    tokens, item = kv.num_blocks * kv.page_size, compute_item_bytes(settings, gpu)
+    return activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, attention)
+
+
 def _terms(
     config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
 ) -> AutoBudget:
@@ -69,13 +113,11 @@ def _terms(
     gpu, kv, cluster = wants_gpu(settings, nodes), settings.kv, config.cluster
     item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
-    of = _sizes(facts)
-    graphs = gpu and settings.asks_for_graphs
-    attention = "triton" if graphs else settings.attention
     terms = AutoBudget(
         dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
-        activations=activation_bytes(of, rows, tokens, kv.max_num_seqs, item, attention),
-        graphs=graph_bytes(of, facts.layers, kv.max_num_seqs, tokens, item) if graphs else 0,
+        activations=_activations(settings, facts, gpu, rows),
+        graphs=graph_bytes(_sizes(facts), facts.layers, kv.max_num_seqs, tokens, item)
+        if gpu and settings.asks_for_graphs else 0,
         slot=slot, least=least_bytes(settings.policy, sizes) or slot, most=slot * facts.layers * facts.experts,
         chunk=rows, tokens=tokens,
     )  # fmt: skip
