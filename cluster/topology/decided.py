@@ -45,7 +45,7 @@ def decided(
         why = (f"the default policy is {policy.name} here: {reason}",)
     auto = settings.budget.auto is not None
     takes_rows = gpu and "max_batch_tokens" not in settings.kv.model_fields_set
-    if auto or takes_rows:
+    if auto or (takes_rows and _gpu_free(config, here) is not None):
         terms = _terms(config, settings, facts, nodes, here)
         if takes_rows:
             rows = _prompt_rows(settings, facts, terms)
@@ -122,9 +122,7 @@ def _terms(
         chunk=rows, tokens=tokens,
     )  # fmt: skip
     if gpu:
-        found = [int(cluster.gpu_memory)] if cluster.gpu_memory is not None else []
-        found += gpus_free_bytes()[: cluster.replicas * cluster.shards] if here else ()  # Ray takes the first ones
-        return terms.model_copy(update={"free": min(found) if found else None})
+        return terms.model_copy(update={"free": _gpu_free(config, here)})
     memory = [int(node.amount("memory")) for node in nodes if node.alive and node.amount("memory")]
     ndp = config.ndp_workers(settings.policy)
     widths = settings.policy.replica_widths
@@ -136,6 +134,14 @@ def _terms(
         "mapped": facts.all_bytes + replicas * facts.layers * facts.experts,
         "processes": processes * _PROCESS_BYTES + (_RAY_BYTES if config.ray.address is None else 0),
     })  # fmt: skip
+
+
+def _gpu_free(config: RunConfig, here: bool) -> int | None:
+    """Free bytes of the fullest GPU; None: not known."""
+    cluster = config.cluster
+    found = [int(cluster.gpu_memory)] if cluster.gpu_memory is not None else []
+    found += gpus_free_bytes()[: cluster.replicas * cluster.shards] if here else ()  # Ray takes the first ones
+    return min(found) if found else None
 
 
 def _sizes(facts: ModelFacts) -> ModelSizes:
