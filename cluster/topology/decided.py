@@ -15,11 +15,13 @@ from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes, g
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
 from ...actors.slot_budget import least_bytes
+from ...proto.options import Limits
 from ..config import AUTO, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
 from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
 
 _PROMPT_ROWS = (1024, 2048, 4096, 8192)  # of a forward on a GPU, in place of the default
 _PROMPT_SHARE = 1 / 8  # of what experts may have, for activations of a prompt's forward
+_MESSAGE_ROOM = 4 << 20  # of a message, for its routing
 _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
 
 
@@ -48,7 +50,7 @@ def decided(
     if auto or (takes_rows and _gpu_free(config, here) is not None):
         terms = _terms(config, settings, facts, nodes, here)
         if takes_rows:
-            rows = _prompt_rows(settings, facts, terms)
+            rows = _prompt_rows(settings, facts, terms, config.ndp_workers(settings.policy) > 0)
             terms = terms.model_copy(update={"chunk": rows, "activations": _activations(settings, facts, gpu, rows)})
             kv = settings.kv.model_copy(update={"max_batch_tokens": rows})
             settings = settings.model_copy(update={"kv": kv})
@@ -70,11 +72,11 @@ def _choice(config: RunConfig, slot_bytes: int, gpu: bool) -> tuple[str, str]:
     return (STEPPED if copy_us < QUICK_COPY_US else AUTO), bound
 
 
-def _prompt_rows(settings: EngineSettings, facts: ModelFacts, known: AutoBudget) -> int:
+def _prompt_rows(settings: EngineSettings, facts: ModelFacts, known: AutoBudget, ndp: bool) -> int:
     """Rows of a forward on a GPU: the more, the fewer times a prompt's forwards copy the experts that are offloaded.
 
     The most whose activations fit: beside experts of a given budget into what is free, and with `budget: auto` into
-    `_PROMPT_SHARE` of what these and experts have together.
+    `_PROMPT_SHARE` of what these and experts have together. With peers also the most whose inputs fit into a message.
     """
     least = settings.kv.max_batch_tokens
     if known.free is None:
@@ -88,9 +90,12 @@ def _prompt_rows(settings: EngineSettings, facts: ModelFacts, known: AutoBudget)
         experts, room = room - known.activations, int(_PROMPT_SHARE * room)
     if experts >= known.most:  # nothing is offloaded
         return least
+    most = known.tokens
+    if ndp or settings.shards.count > 1:
+        most = min(most, (Limits().max_message_bytes - _MESSAGE_ROOM) // (4 * facts.hidden))  # float32
     fits = [
         rows for rows in _PROMPT_ROWS
-        if least < rows <= known.tokens and _activations(settings, facts, True, rows) <= room
+        if least < rows <= most and _activations(settings, facts, True, rows) <= room
     ]  # fmt: skip
     return max(fits, default=least)
 

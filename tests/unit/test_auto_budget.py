@@ -253,6 +253,7 @@ def test_activations_of_the_stand_in_are_an_upper_estimate() -> None:
         ({"cluster": {"gpu_memory": "12GiB"}, "kv": {"max_batch_tokens": 512}}, 512),  # given
         ({"cluster": {"gpu_memory": "12GiB"}, "budget": "25%"}, 8192),  # beside what was given for experts
         ({"cluster": {"gpu_memory": "12GiB"}, "budget": "10.3GiB"}, 2048),
+        ({"cluster": {"gpu_memory": "12GiB", "shards": 2}}, 4096),  # 8192 rows are more than a message holds
         ({"cluster": {"gpu_memory": None}, "budget": "25%"}, 512),  # nobody knows what is free
         ({"device": "cpu"}, 512),
     ],
@@ -264,7 +265,7 @@ def test_prompts_on_a_gpu_go_in_chunks_that_its_memory_holds(given: dict[str, An
     )
     base = {"budget": "auto", "threads": 1, "device": "cuda", "cluster": {"gpu_memory": "80GiB"}}
     config = load_run_config(None, base | given)
-    nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": 1, "memory": 64.0 * GIB})]
+    nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": 2, "memory": 64.0 * GIB})]
     found = decided(config, engine_settings(config), facts, nodes, here=False)[0]
     assert found.kv.max_batch_tokens == rows
     if found.budget.auto is not None:
