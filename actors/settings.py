@@ -208,7 +208,9 @@ class KvSettings(Settings):
         json_schema_extra=in_unit("tokens"),
     )  # fmt: skip
     max_batch_tokens: int = Field(
-        default=512, ge=1, description="most tokens in one forward pass", json_schema_extra=in_unit("tokens")
+        default=512, ge=1, json_schema_extra=in_unit("tokens"),
+        description="most tokens in one forward pass; default: 512; on a GPU that does not hold all experts up to "
+        "8192, as memory allows",
     )
     prefill_chunk: int | None = Field(
         default=None, ge=1, description="most prompt tokens in a pass that also decodes; default: kv.max_batch_tokens",

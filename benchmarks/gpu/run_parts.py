@@ -57,10 +57,11 @@ class Part:
         return found
 
 
-# most important first, in case the run is cut off
+# what is learned soonest and decides most first, in case the run is cut off; within fifteen minutes of a GPU
 PARTS = (
-    Part("machine", 25, "transfers.machine"), Part("loads", 25, "transfers.loads"), Part("tests", 110, "checks.run"),
-    Part("host", 60, "decode.host"), Part("served", 40, "served.run"), Part("qwen", 75), Part("qwen3", 60),
+    Part("machine", 25, "transfers.machine"), Part("mapped", 20, "transfers.mapped"), Part("qwen", 120),
+    Part("prompt", 60, "prompt.run"), Part("tests", 110, "checks.run"), Part("qwen3", 90),
+    Part("served", 40, "served.run"), Part("host", 60, "decode.host"), Part("loads", 25, "transfers.loads"),
     Part("mixtral", 40), Part("deepseek", 30), Part("ndp", 15, "near_data.run"),
 )  # fmt: skip
 TOTAL_S, TOY_S = 500.0, 500.0

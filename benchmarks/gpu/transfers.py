@@ -1,4 +1,4 @@
-"""Parts `machine` and `loads`: the hardware's best bandwidths in this run, and what expert loads reach of them."""
+"""Parts `mapped`, `machine` and `loads`: the best bandwidths in this run, and what expert loads reach of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import mmap
 import subprocess
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.slots import LayerWeights
+from tiermoe.actors.engine.cuda.device import fill_pages
+from tiermoe.actors.engine.cuda.runtime import runtime_of
 from tiermoe.actors.engine.make_cache import ModelExperts, make_cache
 from tiermoe.actors.engine.make_device import make_device
 from tiermoe.actors.settings import CopySettings, EngineSettings, LinkSettings
@@ -126,6 +129,51 @@ def _best_s(work: Callable[[], Any], repeats: int) -> float:
 def spread_of(values: list[float]) -> dict[str, float]:
     spread = Spread.of(values)
     return {"median": spread.median, "minimum": spread.minimum, "maximum": spread.maximum}
+
+
+def mapped(context: Context, record: Record) -> None:
+    """Whether kernels read a file's pages that are mapped read-only and registered, and how fast; first of all parts,
+    since designs depend on it.
+    """
+    nbytes = _TOY_BYTES if context.toy else _PEAK_BYTES
+    gpu = context.device.type == "cuda"
+    with TemporaryFile(dir=ROOT) as file:
+        written = np.random.default_rng(0).integers(0, 1 << 31, nbytes // 4, np.int32)
+        file.write(written)
+        file.flush()
+        memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
+        with warnings.catch_warnings():  # nothing writes to it
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            source = torch.frombuffer(memory, dtype=torch.int32)
+        fill_pages(source)
+        there = torch.empty(nbytes // 4, dtype=torch.int32, device=context.device)
+        runtime = runtime_of(context.device) if gpu else None
+        refusal = None if runtime is None else runtime.register(source.data_ptr(), nbytes)
+        record.row("registration", file="mapped read-only", refused=refusal)
+        record.check("a file that is mapped read-only is registered", refusal is None, ">=", 1, always=True)
+        if refusal is not None:
+            return
+        try:
+            copies = {"copy engine": lambda to, of: to.copy_(of, non_blocking=True)}
+            if runtime is not None:
+                copies = {"kernel": runtime.kernel_copy} | copies
+            for by, copy in copies.items():
+                there.zero_()
+                copy(there, source)
+                context.synchronize()
+                record.check(f"a mapped file by {by}: equal", torch.equal(there.cpu(), source), ">=", 1, always=True)
+                for count in (1 << 14, 1 << 18, 1 << 22, nbytes // 4):
+                    some = slice(0, min(count, nbytes // 4))
+
+                    def once(copy: Any = copy, some: slice = some) -> None:
+                        copy(there[some], source[some])
+                        context.synchronize()
+
+                    gbps = 4 * (some.stop - some.start) / _best_s(once, _REPEATS) / 1e9
+                    record.row("mapped read", by=by, kib=4 * some.stop >> 10, gbps=gbps)
+        finally:
+            if runtime is not None:
+                runtime.unregister(source.data_ptr())
 
 
 def loads(context: Context, record: Record) -> None:

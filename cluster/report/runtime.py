@@ -255,11 +255,15 @@ def _prediction(prediction: Mapping[str, Any]) -> Facts:
         ])  # fmt: skip
     hardware = prediction["hardware"]
     one, token = seconds(prediction["copy_s_least"]), seconds(prediction["token_copies_s_least"])
+    prompt = prediction["prompt_tokens"], prediction["prompt_rows"]
     ndp = f"; NDP modelled as {prediction['ndp_hardware']}" if prediction["ndp_hardware"] else ""
     return facts("Predicted, not measured", [
         ("tokens/s", prediction["not_predicted"]),
         ("copies", f"{size(prediction['copy_bytes'])} each, at least {one} over these links; at least {token} for a "
                    "token whose experts are all copied"),
+        ("prompt", f"of {prompt[0]} tokens, {prompt[1]} at once: copies of {size(prediction['prompt_copy_bytes'])}, "
+                   f"{seconds(prediction['prompt_copies_s_least'])} before its first token, if each pass "
+                   "uses every expert"),
         ("links", f"{hardware['name']}: {hardware['link_gbps']:g} GB/s after {hardware['link_latency_us']:g} us, "
                   f"network {hardware['network_gbps']:g} GB/s after {hardware['network_latency_us']:g} us{ndp}"),
     ])  # fmt: skip

@@ -19,18 +19,22 @@ from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes, g
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
 from ...actors.slot_budget import least_bytes
+from ...proto.options import Limits
 from ..config import AUTO, DEFAULT_BUDGET, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
 from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
 
+_PROMPT_ROWS = (1024, 2048, 4096, 8192)  # of a forward on a GPU, in place of the default
+_PROMPT_SHARE = 1 / 8  # of what experts may have, for activations of a prompt's forward
+_MESSAGE_ROOM = 4 << 20  # of a message, for its routing
 _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
 
 
 def decided(
     config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
 ) -> tuple[EngineSettings, tuple[str, ...]]:
-    """The settings with the default policy and budget resolved, and a note that says why these.
+    """The settings with the default policy, the budget and a GPU's `kv.max_batch_tokens` resolved, and why, as notes.
 
-    A policy and a budget that were given stay.
+    What was given stays.
 
     Args:
         here: the nodes are this machine.
@@ -48,8 +52,17 @@ def decided(
         policy = chosen_policy(name)
         settings = settings.model_copy(update={"policy": policy})
         why = (f"the default policy is {policy.name} here: {reason}",)
-    if settings.budget.auto is not None and (terms := _terms(config, settings, facts, nodes, here)).nbytes:
-        settings = settings.model_copy(update={"budget": Budget(auto=terms)})
+    auto = settings.budget.auto is not None
+    takes_rows = gpu and "max_batch_tokens" not in settings.kv.model_fields_set
+    if auto or (takes_rows and _gpu_free(config, here) is not None):
+        terms = _terms(config, settings, facts, nodes, here)
+        if takes_rows:
+            rows = _prompt_rows(settings, facts, terms, config.ndp_workers(settings.policy) > 0)
+            terms = terms.model_copy(update={"chunk": rows, "activations": _activations(settings, facts, gpu, rows)})
+            kv = settings.kv.model_copy(update={"max_batch_tokens": rows})
+            settings = settings.model_copy(update={"kv": kv})
+        if auto and terms.nbytes:
+            settings = settings.model_copy(update={"budget": Budget(auto=terms)})
     return settings, why
 
 
@@ -66,6 +79,41 @@ def _choice(config: RunConfig, slot_bytes: int, gpu: bool) -> tuple[str, str]:
     return (STEPPED if copy_us < QUICK_COPY_US else AUTO), bound
 
 
+def _prompt_rows(settings: EngineSettings, facts: ModelFacts, known: AutoBudget, ndp: bool) -> int:
+    """Rows of a forward on a GPU: the more, the fewer times a prompt's forwards copy the experts that are offloaded.
+
+    The most whose activations fit: beside experts of a given budget into what is free, and with `budget: auto` into
+    `_PROMPT_SHARE` of what these and experts have together. With peers also the most whose inputs fit into a message.
+    """
+    least = settings.kv.max_batch_tokens
+    if known.free is None:
+        return least
+    others = sum(nbytes for name, nbytes in known.terms.items() if name not in ("free", "activations", "experts"))
+    room = known.free - others  # for activations and experts
+    if settings.budget.auto is None:
+        experts = settings.budget.bytes_of(known.slot, facts.layers * facts.experts)
+        room -= experts
+    else:
+        experts, room = room - known.activations, int(_PROMPT_SHARE * room)
+    if experts >= known.most:  # nothing is offloaded
+        return least
+    most = known.tokens
+    if ndp or settings.shards.count > 1:
+        most = min(most, (Limits().max_message_bytes - _MESSAGE_ROOM) // (4 * facts.hidden))  # float32
+    fits = [
+        rows for rows in _PROMPT_ROWS
+        if least < rows <= most and _activations(settings, facts, True, rows) <= room
+    ]  # fmt: skip
+    return max(fits, default=least)
+
+
+def _activations(settings: EngineSettings, facts: ModelFacts, gpu: bool, rows: int) -> int:
+    """Bytes of those of a forward of so many rows."""
+    kv, attention = settings.kv, "triton" if gpu and settings.asks_for_graphs else settings.attention
+    tokens, item = kv.num_blocks * kv.page_size, compute_item_bytes(settings, gpu)
+    return activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, attention)
+
+
 def _terms(
     config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
 ) -> AutoBudget:
@@ -77,20 +125,16 @@ def _terms(
     gpu, kv, cluster = wants_gpu(settings, nodes), settings.kv, config.cluster
     item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
-    of = _sizes(facts)
-    graphs = gpu and settings.asks_for_graphs
-    attention = "triton" if graphs else settings.attention
     terms = AutoBudget(
         dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
-        activations=activation_bytes(of, rows, tokens, kv.max_num_seqs, item, attention),
-        graphs=graph_bytes(of, facts.layers, kv.max_num_seqs, tokens, item) if graphs else 0,
+        activations=_activations(settings, facts, gpu, rows),
+        graphs=graph_bytes(_sizes(facts), facts.layers, kv.max_num_seqs, tokens, item)
+        if gpu and settings.asks_for_graphs else 0,
         slot=slot, least=least_bytes(settings.policy, sizes) or slot, most=slot * facts.layers * facts.experts,
         chunk=rows, tokens=tokens,
     )  # fmt: skip
     if gpu:
-        found = [int(cluster.gpu_memory)] if cluster.gpu_memory is not None else []
-        found += gpus_free_bytes()[: cluster.replicas * cluster.shards] if here else ()  # Ray takes the first ones
-        return terms.model_copy(update={"free": min(found) if found else None})
+        return terms.model_copy(update={"free": _gpu_free(config, here)})
     memory = [int(node.amount("memory")) for node in nodes if node.alive and node.amount("memory")]
     ndp = config.ndp_workers(settings.policy)
     widths = settings.policy.replica_widths
@@ -102,6 +146,14 @@ def _terms(
         "mapped": facts.all_bytes + replicas * facts.layers * facts.experts,
         "processes": processes * _PROCESS_BYTES + (_RAY_BYTES if config.ray.address is None else 0),
     })  # fmt: skip
+
+
+def _gpu_free(config: RunConfig, here: bool) -> int | None:
+    """Free bytes of the fullest GPU; None: not known."""
+    cluster = config.cluster
+    found = [int(cluster.gpu_memory)] if cluster.gpu_memory is not None else []
+    found += gpus_free_bytes()[: cluster.replicas * cluster.shards] if here else ()  # Ray takes the first ones
+    return min(found) if found else None
 
 
 def _sizes(facts: ModelFacts) -> ModelSizes:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...actors.settings import EngineSettings
+from ...actors.settings import EngineSettings, KvSettings
 from ...errors import ConfigError
 from ..config import RunConfig
 from .machine_costs import known_costs
@@ -22,6 +22,8 @@ from .planner import plan_topology
 from .spec import ClusterSpec, ModelFacts, NodeInfo, NodeLoad, Topology, cluster_spec
 
 NOT_PREDICTED = "not predicted: no interval has held in 9 of 10 measurements; `tiermoe run` measures it"
+
+_LONG_PROMPT = 8192  # tokens
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,11 @@ class CopyTimes:
 
     Attributes:
         nbytes: of one expert's copy. one_s: seconds of it.
-        token_s: of one token's decode if all its experts are copied, each GPU over its own link.
-            All are 0 where experts run as the store maps them.
+        token_s: of one token's decode if all its experts are copied, each GPU over its own link. All are
+            0 where experts run as the store maps them.
+        prompt_tokens: of a long prompt, as far as the KV cache holds it. prompt_rows: of its forwards.
+        prompt_bytes: that its forwards copy to the GPU with the most, if each uses every expert that is not resident.
+        prompt_s: seconds of that, before its first token.
         hardware: the links that were counted on.
         ndp_hardware: name of the modelled NDP device; None if there is none.
     """
@@ -54,6 +59,10 @@ class CopyTimes:
     nbytes: int
     one_s: float
     token_s: float
+    prompt_tokens: int
+    prompt_rows: int
+    prompt_bytes: int
+    prompt_s: float
     hardware: Hardware
     ndp_hardware: str | None
 
@@ -61,28 +70,35 @@ class CopyTimes:
         """For JSON, with the speed that is not predicted, and why."""
         return {
             "label": "predicted", "tokens_per_s": None, "not_predicted": NOT_PREDICTED, "copy_bytes": self.nbytes,
-            "copy_s_least": self.one_s, "token_copies_s_least": self.token_s, "hardware": asdict(self.hardware),
-            "ndp_hardware": self.ndp_hardware,
+            "copy_s_least": self.one_s, "token_copies_s_least": self.token_s,
+            "prompt_tokens": self.prompt_tokens, "prompt_rows": self.prompt_rows,
+            "prompt_copy_bytes": self.prompt_bytes, "prompt_copies_s_least": self.prompt_s,
+            "hardware": asdict(self.hardware), "ndp_hardware": self.ndp_hardware,
         }  # fmt: skip
 
 
-def copy_times(topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware) -> CopyTimes:
+def copy_times(
+    topology: Topology, spec: ClusterSpec, facts: ModelFacts, hardware: Hardware, kv: KvSettings
+) -> CopyTimes:
     """The bounds of a plan.
 
     The stand-in copies what slots hold, a GPU what is stored; a policy that may load a low-bit replica in place of an
     expert copies that at least. A layer waits for the GPU with the most experts, of K at least K / G rounded up.
     """
     stored = facts.all_bytes // (facts.layers * facts.experts)
+    prompt, rows = min(kv.request_tokens, _LONG_PROMPT), kv.max_batch_tokens
     if spec.mapped:
-        return CopyTimes(0, 0.0, 0.0, hardware, None)
+        return CopyTimes(0, 0.0, 0.0, prompt, rows, 0, 0.0, hardware, None)
     nbytes = stored if spec.gpu or facts.form is not None else spec.slot_bytes
     if spec.low_bit is not None:
         nbytes = min(nbytes, spec.low_bit.replica_bytes)
     one_s = _load_s(hardware, nbytes, _mapped_share(topology, facts))
     ndp = None if spec.ndp is None or spec.ndp.optional else spec.ndp
+    absent = max(0, math.ceil(facts.layers * facts.experts / spec.shards) - spec.budget_bytes // spec.slot_bytes)
+    copies = absent * math.ceil(prompt / rows)
     return CopyTimes(
-        nbytes, one_s, one_s * math.ceil(facts.top_k / spec.shards) * facts.layers, hardware,
-        None if ndp is None else ndp.hardware.name,
+        nbytes, one_s, one_s * math.ceil(facts.top_k / spec.shards) * facts.layers, prompt, rows, copies * nbytes,
+        copies * one_s, hardware, None if ndp is None else ndp.hardware.name,
     )  # fmt: skip
 
 
@@ -170,7 +186,7 @@ def make_plan(
     found = [*topology.notes, *notes]
     if facts.dense_estimated:
         found.append("dense bytes are computed from config.json: the weights are not here")
-    times = copy_times(topology, spec, facts, links_of(config, spec.gpu, here))
+    times = copy_times(topology, spec, facts, links_of(config, spec.gpu, here), settings.kv)
     return PlanResult(facts, spec, topology, times, nodes_from, tuple(found))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -239,3 +241,33 @@ def test_activations_of_the_stand_in_are_an_upper_estimate() -> None:
     mask = torch.zeros(rows, tokens + rows)
     made = sum(t.nbytes for t in (keys, repeated, mask, torch.zeros(4, rows, 256), torch.zeros(rows, 4096)))
     assert made < activation_bytes(sizes, rows, tokens, 8, 4, "sdpa") < 4 * made
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"),
+    [
+        ({}, 512),  # all experts fit
+        ({"cluster": {"gpu_memory": "12GiB"}}, 8192),
+        ({"cluster": {"gpu_memory": "6GiB"}}, 4096),
+        ({"cluster": {"gpu_memory": "3GiB"}}, 1024),
+        ({"cluster": {"gpu_memory": "12GiB"}, "kv": {"tokens": 2048}}, 2048),  # no prompt is longer
+        ({"cluster": {"gpu_memory": "12GiB"}, "kv": {"max_batch_tokens": 512}}, 512),  # given
+        ({"cluster": {"gpu_memory": "12GiB"}, "budget": "25%"}, 8192),  # beside what was given for experts
+        ({"cluster": {"gpu_memory": "12GiB"}, "budget": "10.3GiB"}, 2048),
+        ({"cluster": {"gpu_memory": "12GiB", "shards": 2}}, 4096),  # 8192 rows are more than a message holds
+        ({"cluster": {"gpu_memory": None}, "budget": "25%"}, 512),  # nobody knows what is free
+        ({"device": "cpu"}, 512),
+    ],
+)
+def test_prompts_on_a_gpu_go_in_chunks_that_its_memory_holds(given: dict[str, Any], rows: int) -> None:
+    """Once in chunks of 512: a prompt of 8192 tokens copied nearly all absent experts sixteen times."""
+    facts = replace(
+        FACTS, layers=24, experts=64, hidden=2048, intermediate=1408, vocabulary=32_000, expert_elements=3 * 2048 * 1408
+    )
+    base = {"budget": "auto", "threads": 1, "device": "cuda", "cluster": {"gpu_memory": "80GiB"}}
+    config = load_run_config(None, base | given)
+    nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": 2, "memory": 64.0 * GIB})]
+    found = decided(config, engine_settings(config), facts, nodes, here=False)[0]
+    assert found.kv.max_batch_tokens == rows
+    if found.budget.auto is not None:
+        assert found.budget.auto.chunk == rows

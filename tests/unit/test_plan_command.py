@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from topology_cases import FACTS, MIXTRAL, NODES, SPEC, a_node, places_of
 
 import tiermoe
+from tiermoe.actors.settings import KvSettings
 from tiermoe.actors.store.format import MANIFEST_NAME, Manifest
 from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.jobs.plan import model_facts
@@ -46,7 +47,7 @@ def test_the_presets_plan_on_the_nodes_that_they_are_for(
     assert spec.slot_bytes == 96  # bfloat16
     topology = plan_topology(spec, FACTS, nodes)
     assert places_of(topology) == places
-    assert copy_times(topology, spec, FACTS, links_of(config, True, here=False)).one_s > 0
+    assert copy_times(topology, spec, FACTS, links_of(config, True, here=False), KvSettings()).one_s > 0
 
 
 def test_today_s_presets_plan_as_deploy_places_them() -> None:
@@ -140,6 +141,9 @@ def test_no_speed_is_predicted_and_copies_have_a_bound(command: Command, monkeyp
     assert found["copy_bytes"] == slot
     assert found["copy_s_least"] == pytest.approx(10e-6 + slot / 16e9)  # of the emulated link
     assert found["token_copies_s_least"] == pytest.approx(16 * 4 * found["copy_s_least"])
+    assert (found["prompt_tokens"], found["prompt_rows"]) == (8192, 512)
+    assert found["prompt_copy_bytes"] == 16 * 24 * 16 * slot  # 16 passes, three quarters of 32 experts, 16 layers
+    assert found["prompt_copies_s_least"] == pytest.approx(16 * 24 * 16 * found["copy_s_least"])
     assert found["hardware"]["name"] == "CPU stand-in, as configured"
     rows = {line.partition(" ")[0]: " ".join(line.split()) for line in said.splitlines()}
     assert rows["tokens/s"] == f"tokens/s {found['not_predicted']}"
@@ -154,7 +158,7 @@ def test_each_gpu_copies_its_part_of_a_token() -> None:
     """Of 2 experts each of 2 GPUs copies at least 1; a layer that another node holds comes over the network."""
     spec, nodes = replace(SPEC, shards=2), [a_node("a", CPU=9, GPU=2)]
     hardware = Hardware("any", link_gbps=1, link_latency_us=0)
-    times = [copy_times(plan_topology(of, FACTS, nodes), of, FACTS, hardware) for of in (SPEC, spec)]
+    times = [copy_times(plan_topology(of, FACTS, nodes), of, FACTS, hardware, KvSettings()) for of in (SPEC, spec)]
     assert [of.token_s / of.one_s for of in times] == [FACTS.layers * 2, FACTS.layers]
 
 

@@ -28,6 +28,7 @@ from .streams import Stream
 
 Read = Callable[[Sequence[torch.Tensor]], Sequence[NDArray[Any]]]
 Note = Callable[[str, int, TokenLogprob], None]  # (stream, place in the prompt or among the generated tokens, value)
+_SCORED = 256  # rows of a prompt whose log-probabilities [rows, V] are in memory together, in float32
 _LEAST_TEMPERATURE = 1e-30  # a lower one gives the same tokens, and may be rounded to 0
 
 
@@ -127,8 +128,10 @@ class PromptScorer:
         for rows in self._wanted:
             part, extra = extra[: len(rows.tokens)], extra[len(rows.tokens) :]
             try:
-                for i, found in enumerate(token_logprobs(part, rows.tokens, rows.top)):
-                    self._note(rows.name, rows.place + i, found)
+                for at in range(0, len(rows.tokens), _SCORED):
+                    some = slice(at, at + _SCORED)
+                    for i, found in enumerate(token_logprobs(part[some], rows.tokens[some], rows.top), at):
+                        self._note(rows.name, rows.place + i, found)
             except BaseException as error:
                 if self.failed is None:
                     raise
