@@ -24,6 +24,8 @@ from .thinking import LEVELS, VARIABLES
 RENDER_S = 5.0  # for one request; an ordinary chat takes under a millisecond, one of 4 MB a tenth of a second
 _ASKED = "What is the value?"
 _ANSWER = "plain words"
+_REASON = "words of a thought"
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
 _DOCUMENT = {"title": "A probe", "text": "words of a probe document", "contents": "words of a probe document"}
 _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal models, older and newer
 
@@ -145,6 +147,20 @@ class ChatTemplate:
         rest = called[begin:]
         end = len(rest) - _common(rest[::-1], plain[begin:][::-1])
         return rest[: _opened(rest, end) or end]
+
+    def reasoned(self) -> list[str]:
+        """Prompts in which it shows how a model reasons: with thinking on and off, and behind an answer that has it."""
+        switches = [name for name in ("enable_thinking", "thinking") if name in self.variables]
+        given: list[dict[str, Any]] = [{}, *({name: on} for name in switches for on in (True, False))]
+        found = [self._tried([_user()], options=options) for options in given]
+        answer = {"role": "assistant", "content": _ANSWER} | dict.fromkeys(_REASONING, _REASON)
+        return [text for text in (*found, self._tried([_user(), answer])) if text is not None]
+
+    def takes_out(self, begin: str, end: str) -> bool:
+        """Whether it leaves out of an earlier answer what is between these marks."""
+        answer = {"role": "assistant", "content": f"{begin}{_REASON}{end}{_ANSWER}"}
+        shown = self._tried([_user(), answer, _user()]) or ""
+        return _ANSWER in shown and _REASON not in shown
 
     def takes(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a prompt shows tools."""
