@@ -213,6 +213,54 @@ def glm_call(functions: Functions) -> Callable[[str], Sequence[ToolCall] | None]
     return read
 
 
+def invoke_calls(functions: Functions, mark: str = "") -> Callable[[str], Sequence[ToolCall] | None]:
+    """`<invoke name="NAME">`, `<parameter name="KEY">` VALUE `</parameter>` for each argument, `</invoke>`, several one
+    after the other (MiniMax M2); with DeepSeek's mark before each word, and `string="true"` of values that are text
+    (DeepSeek V3.2)."""
+
+    def read(text: str) -> Sequence[ToolCall] | None:
+        rows = _enclosed(text, (f"<{mark}invoke name=", f"</{mark}invoke>"))
+        calls = [_invoked(inside, mark, functions) for (inside,) in rows or ()]
+        return None if rows is None or None in calls else [call for call in calls if call is not None]
+
+    return read
+
+
+def _invoked(text: str, mark: str, functions: Functions) -> ToolCall | None:
+    head, end, body = text.partition(">")
+    name, rows = head.strip().strip('"'), _enclosed(body, (f"<{mark}parameter name=", f"</{mark}parameter>"))
+    if not end or not _is_word(name) or rows is None:
+        return None
+    pairs, said = [], {}
+    for (inside,) in rows:
+        head, end, value = inside.partition(">")
+        key, _, kind = head.strip().removeprefix('"').partition('"')
+        if not end or not key:
+            return None
+        if kind.strip() in _STRING:
+            said[key] = _STRING[kind.strip()]
+        pairs.append((key, value))
+    return _typed_call(name, pairs, {name: {"properties": said}} if said else functions)
+
+
+_STRING: dict[str, Any] = {'string="true"': {"type": "string"}, 'string="false"': {}}
+
+
+def gemma_call(text: str) -> Sequence[ToolCall] | None:
+    """`call:NAME{KEY:VALUE, ...}`, where `<|"|>` is before and behind text and keys have no marks (Gemma 4)."""
+    head, mark, rest = text.strip().partition("{")
+    name, parts = head.removeprefix("call:"), (mark + rest).split('<|"|>')
+    if name == head or not _is_name(name) or len(parts) % 2 == 0:
+        return None
+    parts[0::2] = [_KEY.sub(r'\1"\2":', part).replace("None", "null") for part in parts[0::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    call = call_of({"name": name, "arguments": _json("".join(parts))})
+    return None if call is None else (call,)
+
+
+_KEY = re.compile(r"([{,]\s*)([\w.$-]+)\s*:")
+
+
 def _typed_call(name: str, pairs: Sequence[tuple[str, str]], functions: Functions) -> ToolCall:
     """A call whose arguments are plain text: their types are those of the function's schema."""
     schema = functions.get(name)
