@@ -248,7 +248,7 @@ def test_text_that_cannot_be_a_call_comes_at_once() -> None:
 
 
 def test_calls_come_back_under_the_ids_that_a_template_wants() -> None:
-    """Guards: answers have ids of OpenAI's form, which Mistral's templates refuse, and Kimi's show in place of names."""
+    """Guards: answers have ids of OpenAI's form, which Mistral's templates refuse and Kimi's show as names."""
     calls = [{"id": f"call_{i}", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
              for i in range(2)]  # fmt: skip
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls},
