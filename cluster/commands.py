@@ -100,7 +100,7 @@ def _forward(parent: typer.Typer, prefix: str, name: str, module: str, attribute
 
 _forward(app, "tiermoe", "run", ".jobs.run", "run_command", "Generate text for one prompt and report what it took.")
 _forward(app, "tiermoe", "up", ".jobs.up", "up_command", "Start a runtime that runs until Ctrl-C or `down`.")
-_forward(app, "tiermoe", "serve", ".jobs.serve", "serve_command", "Serve a model over HTTP, as OpenAI's API.")
+_forward(app, "tiermoe", "serve", ".jobs.serve", "serve_command", "Serve a model as OpenAI's and Anthropic's APIs.")
 _forward(
     app, "tiermoe", "status", ".jobs.status_command", "status_command", "Show what runs, where, and what it holds.",
 )  # fmt: skip

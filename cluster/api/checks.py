@@ -10,10 +10,11 @@ from .answers import ChatForm, CheckedRequest, CompletionForm
 from .grammar import compiled, forced_call
 from .keys import ANYONE, Key
 from .model import Echo, ServedModel
+from .reasoning import ReasoningParser
 from .refusals import refused
 from .runs import Choice
 from .schema import ChatBody, CompletionBody, GenerationBody
-from .thinking import hides_reasoning
+from .thinking import hides_reasoning, splits_reasoning
 from .tool_parsers import Parser, PlainParser
 
 
@@ -29,10 +30,12 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
     body.check()
     model.check(body)
     parser, display = _tool_parser(model, body), body.display
-    if parser is not PlainParser and model.special_calls:
+    marks = model.reasoning if splits_reasoning(body) else None
+    if (parser is not PlainParser and model.special_calls) or (marks is not None and model.special_reasoning):
         display = replace(display, skip_special=False)
     grammar = await _grammar(model, body, key)
-    ids = await model.chat_ids(body, body.messages, tools=body.offered_tools, special=body.add_special_tokens)
+    text = await model.chat_text(body, body.messages, tools=body.offered_tools)
+    ids = await model.prompt_ids(text, special=body.add_special_tokens, parameter="messages")
     body = model.with_defaults(body)
     tokens = model.tokens_for(body, len(ids))
     model.check_length(len(ids), tokens, "messages")
@@ -44,6 +47,9 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
         for index in range(body.choices)
     )
     parsers = tuple(parser() for _ in choices)
+    if marks is not None and grammar is None:  # a grammar is of the whole answer, which then has no reasoning
+        opened = text.rstrip().endswith(marks.begin.rstrip())
+        parsers = tuple(ReasoningParser(marks, calls, opened) for calls in parsers)
     form = ChatForm(
         model.token_bytes, bool(body.logprobs), parsers, body.parallel_tool_calls is not False,
         reasoning=not hides_reasoning(body),

@@ -12,6 +12,7 @@ from ..checkpoints.generation import NO_DEFAULTS, GenerationDefaults
 from ..detokenizer import IncrementalText, TokenBytes
 from .messages import Message, plain_of, written_bytes
 from .offload import Offload
+from .reasoning import marks_of
 from .refusals import ApiError, refused
 from .schema import GenerationBody, SamplingBody, TemplateBody
 from .settings import LimitSettings
@@ -47,6 +48,8 @@ class ServedModel:
 
     Attributes:
         special_calls: whether the parser of calls needs the names of special tokens in the text.
+        reasoning: the marks around the model's reasoning; None: it writes none.
+        special_reasoning: whether these are special tokens.
     """
 
     def __init__(
@@ -61,6 +64,9 @@ class ServedModel:
         self.special_calls = found is not None and (
             found.special or any(name in self.calling.written for name in special)
         )
+        channels = found is not None and found.always  # then reasoning is one of them
+        self.reasoning = None if channels else marks_of(template)
+        self.special_reasoning = any(name in mark for mark in self.reasoning or () for name in special)
         self.token_bytes = TokenBytes(tokenizer)
         self.offload = Offload()
         self._longest_token = longest_token(tokenizer)
@@ -195,19 +201,18 @@ class ServedModel:
                 break
         return tuple(min(start, len(text)) for start in decoded.starts)
 
-    async def chat_ids(
-        self, body: TemplateBody, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (),
-        special: bool = False,
-    ) -> tuple[int, ...]:  # fmt: skip
-        """Token ids of a chat by the template.
+    async def chat_text(
+        self, body: TemplateBody, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """A chat by the template.
 
         Args:
             body: further arguments of the template.
             tools: that are shown to the model.
 
         Raises:
-            ApiError: 400, there is no template, it refuses the messages or is not done in time, or they are too long;
-                503, the process that renders ended.
+            ApiError: 400, there is no template, it refuses the messages or is not done in time; 503, the process that
+                renders ended.
         """
         template = self.template
         if template is None:
@@ -223,7 +228,7 @@ class ServedModel:
         size = called + sum(len(message["content"]) + len(message["role"]) + MESSAGE_BYTES for message in plain)
         options = body.variables(template)
         size += sum(len(str(given)) for given in (options, body.documents, tools) if given)
-        text = await self.offload.run(
+        return await self.offload.run(
             size,
             lambda: template.render(
                 plain, tools=tools, documents=body.all_documents, add_generation_prompt=body.add_generation_prompt,
@@ -231,4 +236,3 @@ class ServedModel:
             ),
             waits=True,
         )  # fmt: skip
-        return await self.prompt_ids(text, special=special, parameter="messages")

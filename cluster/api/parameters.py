@@ -19,7 +19,7 @@ IGNORED = frozenset({
     "safety_identifier", "include_obfuscation", "verbosity", "include", "max_tool_calls", "moderation",
     # of a model's reasoning, where there is no chat template
     "reasoning_effort", "reasoning", "thinking", "think", "enable_thinking", "thinking_budget", "thinking_token_budget",
-    "include_reasoning", "stream_reasoning", "chat_template_kwargs",
+    "include_reasoning", "separate_reasoning", "reasoning_format", "stream_reasoning", "chat_template_kwargs",
     # vLLM and SGLang: places in a queue, caches, settings of what is not there
     "priority", "request_id", "guided_decoding_backend", "spaces_between_special_tokens",
     "length_penalty", "early_stopping", "mm_processor_kwargs", "media_io_kwargs", "data_parallel_rank", "rid",
@@ -62,7 +62,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (None, False), "return_tokens_as_token_ids": (None, False), "logprob_token_ids": (None, []),
     "kv_transfer_params": (None, {}), "vllm_xargs": (None, {}), "logits_processors": (None, []),
     # SGLang
-    "ebnf": (None,), "stop_regex": (None, []), "no_stop_trim": (None, False), "separate_reasoning": (None, True),
+    "ebnf": (None,), "stop_regex": (None, []), "no_stop_trim": (None, False),
     "return_hidden_states": (None, False), "return_routed_experts": (None, False), "input_ids": (None,),
     "session_params": (None, {}), "lora_path": (None,), "custom_logit_processor": (None,), "custom_params": (None, {}),
     # llama.cpp
@@ -71,7 +71,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (None, 0), "dry_multiplier": (None, 0), "samplers": (None,),
     "timings_per_token": (None, False), "return_tokens": (None, False), "return_progress": (None, False),
     "post_sampling_probs": (None, False), "lora": (None, []), "thinking_forced_open": (None, False),
-    "reasoning_format": (None, "none", "auto", "deepseek", "deepseek-legacy", "parsed"),
     # TGI
     "do_sample": (None, True), "return_full_text": (None, False), "details": (None, False), "watermark": (None, False),
     "truncate": (None,), "top_n_tokens": (None, 0), "max_new_tokens": (None,), "adapter_id": (None,),

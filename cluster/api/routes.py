@@ -99,7 +99,8 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
         body.check()
         model.check_name(body.model)
         if body.messages is not None:
-            ids = await model.chat_ids(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
+            text = await model.chat_text(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
+            ids = await model.prompt_ids(text, special=False, parameter="messages")
         else:
             ids = await model.prompt_ids(body.prompt or "", special=body.add_special_tokens)
         found = {"tokens": ids, "count": len(ids), "max_model_len": model.limit_tokens}

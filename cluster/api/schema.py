@@ -412,6 +412,8 @@ class ReasoningBody(RequestBody):
     thinking_budget: Budget | None = None
     thinking_token_budget: Budget | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_format: Literal["none", "raw", "auto", "deepseek", "deepseek-legacy", "parsed", "hidden"] | None = None
 
 
 class TemplateBody(ReasoningBody):

@@ -14,7 +14,8 @@ from ..checkpoints.generation import GenerationConfigMode
 from .origins import checked_host, checked_origin
 
 ToolFormatName = Literal[  # keys of `tools.TOOL_FORMATS`
-    "harmony", "hermes", "qwen-xml", "glm-xml", "mistral", "deepseek", "kimi", "lfm", "pythonic", "llama-json",
+    "harmony", "hermes", "qwen-xml", "glm-xml", "mistral", "deepseek", "deepseek-dsml", "minimax", "gemma", "kimi",
+    "lfm", "pythonic", "llama-json",
 ]  # fmt: skip
 
 RequestLogFormat = Literal["text", "json", "off"]

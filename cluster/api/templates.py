@@ -8,8 +8,9 @@ start.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from .thinking import LEVELS, VARIABLES
 RENDER_S = 5.0  # for one request; an ordinary chat takes under a millisecond, one of 4 MB a tenth of a second
 _ASKED = "What is the value?"
 _ANSWER = "plain words"
+_REASON = "words of a thought"
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
 _DOCUMENT = {"title": "A probe", "text": "words of a probe document", "contents": "words of a probe document"}
 _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal models, older and newer
 
@@ -55,6 +58,7 @@ class ChatTemplate:
         takes_late_system: whether it shows a system's message behind others; else it gets it as the user's.
         variables, levels: those of `thinking` that it reads, and the levels of effort that it names.
         text_arguments: it wants the arguments of calls as text, not as an object.
+        call_ids: which ids of calls it wants, one of `CALL_IDS`.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ChatTemplate:
         self._template = json.dumps({"source": named, "tokens": dict(tokens)})
         self._name = name
         self.text_arguments = self._wants_parts = False
+        self.call_ids = "given"
         self.problem: str | None = None
         self._overrun: _TemplateTimeout | None = None  # of a probe: no other is tried
         self._renders = True  # False: not even the shortest chat
@@ -115,7 +120,7 @@ class ChatTemplate:
             "continue_final_message": continue_final_message,
             **{name: value for name, value in (options or {}).items() if name != "documents"},
         }  # fmt: skip
-        adapted = [self._adapted(message) for message in self._placed(messages)]
+        adapted = [self._adapted(message) for message in _renamed(self._placed(messages), CALL_IDS[self.call_ids])]
         try:
             text = str(self._ask({"render": {"template": self._template, "messages": adapted, "given": given}}))
             # arguments of calls may have escapes of half a surrogate pair, which no tokenizer takes
@@ -126,18 +131,12 @@ class ChatTemplate:
         except RuntimeFailure as failure:
             raise from_failure(failure) from failure
 
-    def call_text(
-        self, tools: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]], *, as_text: bool
-    ) -> str:
+    def call_text(self, tools: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]) -> str:
         """What an answer with these calls is written as, between what every answer begins and ends with.
-
-        Args:
-            as_text: whether the arguments are given as text.
 
         Raises:
             ApiError: the template refuses them.
         """
-        self.text_arguments = as_text
         answers = ({"content": "", "tool_calls": calls}, {"content": _ANSWER})
         called, plain = (self._probed([_user(), {"role": "assistant", **answer}], tools=tools) for answer in answers)
         begin = _common(called, plain)
@@ -145,6 +144,20 @@ class ChatTemplate:
         rest = called[begin:]
         end = len(rest) - _common(rest[::-1], plain[begin:][::-1])
         return rest[: _opened(rest, end) or end]
+
+    def reasoned(self) -> list[str]:
+        """Prompts in which it shows how a model reasons: with thinking on and off, and behind an answer that has it."""
+        switches = [name for name in ("enable_thinking", "thinking") if name in self.variables]
+        given: list[dict[str, Any]] = [{}, *({name: on} for name in switches for on in (True, False))]
+        found = [self._tried([_user()], options=options) for options in given]
+        answer = {"role": "assistant", "content": _ANSWER} | dict.fromkeys(_REASONING, _REASON)
+        return [text for text in (*found, self._tried([_user(), answer])) if text is not None]
+
+    def takes_out(self, begin: str, end: str) -> bool:
+        """Whether it leaves out of an earlier answer what is between these marks."""
+        answer = {"role": "assistant", "content": f"{begin}{_REASON}{end}{_ANSWER}"}
+        shown = self._tried([_user(), answer, _user()]) or ""
+        return _ANSWER in shown and _REASON not in shown
 
     def takes(self, tools: Sequence[Mapping[str, Any]]) -> bool:
         """Whether a prompt shows tools."""
@@ -223,6 +236,29 @@ class ChatTemplate:
 
 def _user() -> dict[str, Any]:
     return {"role": "user", "content": _ASKED}
+
+
+# by name, the id of a call in a chat: (its own id, its function's name, how many calls are before it) -> id
+CALL_IDS: dict[str, Callable[[str, str, int], str]] = {
+    "given": lambda own, name, place: own,
+    "functions": lambda own, name, place: f"functions.{name}:{place}",  # Kimi's: templates write no other name
+    "short": lambda own, name, place: hashlib.sha256(own.encode()).hexdigest()[:9],  # Mistral's: nine letters
+}
+
+
+def _renamed(messages: Sequence[dict[str, Any]], rename: Callable[[str, str, int], str]) -> list[dict[str, Any]]:
+    """Messages with other ids of their calls, and of what these gave."""
+    found, names = [], dict[str, str]()
+    for message in messages:
+        made = dict(message)
+        if calls := made.get("tool_calls"):
+            for call in calls:
+                names[call["id"]] = rename(call["id"], call["function"]["name"], len(names))
+            made["tool_calls"] = [{**call, "id": names[call["id"]]} for call in calls]
+        if (own := made.get("tool_call_id")) is not None:
+            made["tool_call_id"] = names.get(own, own)
+        found.append(made)
+    return found
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,8 +150,17 @@ def _fitted(level: str, named: Collection[str]) -> str:
     return level if level in named else _FITTED.get(level, level)
 
 
+def splits_reasoning(given: Any) -> bool:
+    """Whether an answer is to have the reasoning apart from its content: not as llama.cpp's and SGLang's servers leave
+    it there on demand."""
+    return given.reasoning_format not in ("none", "raw") and given.separate_reasoning is not False
+
+
 def hides_reasoning(given: Any) -> bool:
     """Whether an answer is to leave the reasoning out."""
-    return given.include_reasoning is False or (
-        isinstance(given.reasoning, Reasoning) and given.reasoning.exclude is True
+    return (
+        given.include_reasoning is False
+        or given.reasoning_format == "hidden"
+        or (isinstance(given.reasoning, Reasoning) and given.reasoning.exclude is True)
+        or (isinstance(given.thinking, Thinking) and given.thinking.type == "disabled")
     )

@@ -42,7 +42,13 @@ class Parsed:
 
 
 class Parser(Protocol):
-    """One choice's text into content and calls."""
+    """One choice's text into content and calls.
+
+    Attributes:
+        begin: what calls begin with wherever they are; None: a place shows them, or they have their own channel.
+    """
+
+    begin: str | None
 
     def feed(self, text: str) -> Parsed: ...
 
@@ -51,8 +57,30 @@ class Parser(Protocol):
         ...
 
 
+class Trimmer:
+    """Text as it comes; space at its end is pending until text follows."""
+
+    def __init__(self) -> None:
+        self._space: list[str] = []
+
+    def add(self, text: str) -> str:
+        """What may be shown."""
+        shown = text.rstrip()
+        if not shown:
+            self._space.append(text)
+            return ""
+        before, self._space = "".join(self._space), [text[len(shown) :]]
+        return before + shown
+
+    def rest(self) -> str:
+        """The space that is pending."""
+        return "".join(self._space)
+
+
 class PlainParser:
     """All of it is content."""
+
+    begin: str | None = None
 
     def feed(self, text: str) -> Parsed:
         return Parsed(text)
@@ -71,9 +99,10 @@ class MarkedParser:
 
     def __init__(self, begin: str, end: str | None, read: Callable[[str], Sequence[ToolCall] | None]) -> None:
         self._marks, self._read = (begin, end), read
+        self.begin: str | None = begin
         self._text = ""  # may become a mark
         self._call: list[str] = []
-        self._space: list[str] = []
+        self._shown = Trimmer()  # space before and between calls is not content
         self._inside = self._called = False
 
     def feed(self, text: str) -> Parsed:
@@ -83,11 +112,11 @@ class MarkedParser:
         while True:
             wanted = self._marks[self._inside]
             at = -1 if wanted is None else text.find(wanted, place)
-            end = at if at >= 0 else len(text) - _begun(text, place, (wanted,) if wanted else ())
+            end = at if at >= 0 else len(text) - begun(text, place, (wanted,) if wanted else ())
             if self._inside:
                 self._call.append(text[place:end])
             else:
-                content.append(self._shown(text[place:end]))
+                content.append(self._shown.add(text[place:end]))
             if at < 0 or wanted is None:
                 self._text = text[end:]
                 return Parsed("".join(content), calls=tuple(calls))
@@ -102,28 +131,19 @@ class MarkedParser:
             self._call.append(self._text)  # some models stop before the mark
             self._inside = False
             return self._close("")
-        shown = self._shown(self._text)
-        return Parsed(shown if self._called else shown + "".join(self._space))
+        shown = self._shown.add(self._text)
+        return Parsed(shown if self._called else shown + self._shown.rest())
 
     def _close(self, mark: str) -> Parsed:
         text, self._call = "".join(self._call), []
         calls = self._read(text)
         if not calls:
-            return Parsed(self._shown(f"{self._marks[0]}{text}{mark}"))
+            return Parsed(self._shown.add(f"{self._marks[0]}{text}{mark}"))
         self._called = True
         return Parsed(calls=tuple(calls))
 
-    def _shown(self, text: str) -> str:
-        """Space before and between calls is not content."""
-        shown = text.rstrip()
-        if not shown:
-            self._space.append(text)
-            return ""
-        before, self._space = "".join(self._space), [text[len(shown) :]]
-        return before + shown
 
-
-def _begun(text: str, place: int, marks: Sequence[str]) -> int:
+def begun(text: str, place: int, marks: Sequence[str]) -> int:
     """Characters at the end of a text, from a place on, with which one of the marks begins."""
     longest = max(map(len, marks), default=1)
     tail = text[max(place, len(text) - longest + 1) :]
@@ -191,6 +211,54 @@ def glm_call(functions: Functions) -> Callable[[str], Sequence[ToolCall] | None]
         return (_typed_call(name.strip(), [(key.strip(), value) for key, value in rows], functions),)
 
     return read
+
+
+def invoke_calls(functions: Functions, mark: str = "") -> Callable[[str], Sequence[ToolCall] | None]:
+    """`<invoke name="NAME">`, `<parameter name="KEY">` VALUE `</parameter>` for each argument, `</invoke>`, several one
+    after the other (MiniMax M2); with DeepSeek's mark before each word, and `string="true"` of values that are text
+    (DeepSeek V3.2)."""
+
+    def read(text: str) -> Sequence[ToolCall] | None:
+        rows = _enclosed(text, (f"<{mark}invoke name=", f"</{mark}invoke>"))
+        calls = [_invoked(inside, mark, functions) for (inside,) in rows or ()]
+        return None if rows is None or None in calls else [call for call in calls if call is not None]
+
+    return read
+
+
+def _invoked(text: str, mark: str, functions: Functions) -> ToolCall | None:
+    head, end, body = text.partition(">")
+    name, rows = head.strip().strip('"'), _enclosed(body, (f"<{mark}parameter name=", f"</{mark}parameter>"))
+    if not end or not _is_word(name) or rows is None:
+        return None
+    pairs, said = [], {}
+    for (inside,) in rows:
+        head, end, value = inside.partition(">")
+        key, _, kind = head.strip().removeprefix('"').partition('"')
+        if not end or not key:
+            return None
+        if kind.strip() in _STRING:
+            said[key] = _STRING[kind.strip()]
+        pairs.append((key, value))
+    return _typed_call(name, pairs, {name: {"properties": said}} if said else functions)
+
+
+_STRING: dict[str, Any] = {'string="true"': {"type": "string"}, 'string="false"': {}}
+
+
+def gemma_call(text: str) -> Sequence[ToolCall] | None:
+    """`call:NAME{KEY:VALUE, ...}`, where `<|"|>` is before and behind text and keys have no marks (Gemma 4)."""
+    head, mark, rest = text.strip().partition("{")
+    name, parts = head.removeprefix("call:"), (mark + rest).split('<|"|>')
+    if name == head or not _is_name(name) or len(parts) % 2 == 0:
+        return None
+    parts[0::2] = [_KEY.sub(r'\1"\2":', part).replace("None", "null") for part in parts[0::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    call = call_of({"name": name, "arguments": _json("".join(parts))})
+    return None if call is None else (call,)
+
+
+_KEY = re.compile(r"([{,]\s*)([\w.$-]+)\s*:")
 
 
 def _typed_call(name: str, pairs: Sequence[tuple[str, str]], functions: Functions) -> ToolCall:
@@ -292,6 +360,8 @@ class WholeParser:
         read: parses the answer into calls; None: it is text.
     """
 
+    begin: str | None = None
+
     def __init__(self, begins: tuple[str, ...], read: Callable[[str], Sequence[ToolCall] | None]) -> None:
         self._begins, self._read = begins, read
         self._parts: list[str] = []
@@ -380,6 +450,7 @@ class HarmonyParser:
     call's arguments.
     """
 
+    begin: str | None = None
     _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
     _MESSAGE = "<|message|>"
     _LONG_HEADER = 1024
@@ -398,7 +469,7 @@ class HarmonyParser:
             if self._header:
                 mark: str | None = self._MESSAGE
                 at = text.find(self._MESSAGE, place, place + self._LONG_HEADER + len(self._MESSAGE))
-                end = at if at >= 0 else len(text) - _begun(text, place, (self._MESSAGE,))
+                end = at if at >= 0 else len(text) - begun(text, place, (self._MESSAGE,))
                 if end - place > self._LONG_HEADER or not _header_like(text[place:end]):
                     self._header, self._kind = False, "final"  # the model does not keep to its form
                     continue
@@ -406,7 +477,7 @@ class HarmonyParser:
                     self._begin(text[place:end])
             else:
                 at, mark = _first(text, place, self._ENDS)
-                end = at if at >= 0 else len(text) - _begun(text, place, self._ENDS)
+                end = at if at >= 0 else len(text) - begun(text, place, self._ENDS)
                 self._take(text[place:end], shown)
                 if at >= 0:
                     self._end(shown, calls)

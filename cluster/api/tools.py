@@ -6,13 +6,14 @@ rendered with it, and the parser that gives them back is the right one (`calling
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .refusals import ApiError
-from .templates import ChatTemplate
+from .templates import CALL_IDS, ChatTemplate
 from .tool_parsers import (
     PYTHON_TAG,
     Functions,
@@ -21,8 +22,10 @@ from .tool_parsers import (
     Parser,
     WholeParser,
     deepseek_calls,
+    gemma_call,
     glm_call,
     hermes_call,
+    invoke_calls,
     kimi_calls,
     llama_calls,
     mistral_calls,
@@ -85,6 +88,9 @@ _CALL = ("<tool_call>", "</tool_call>")
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _LFM = ("<|tool_call_start|>", "<|tool_call_end|>")
+_MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
+_DSML, _GEMMA = "｜DSML｜", ("<|tool_call>", "<tool_call|>")
+_INVOKES = (f"<{_DSML}function_calls>", f"</{_DSML}function_calls>")
 
 # in the order in which they are tried
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -94,6 +100,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "glm-xml": ToolFormat(False, lambda functions: MarkedParser(*_CALL, glm_call(functions))),
     "mistral": ToolFormat(True, lambda _: MarkedParser("[TOOL_CALLS]", None, mistral_calls)),
     "deepseek": ToolFormat(True, lambda _: MarkedParser(*_DEEPSEEK, deepseek_calls)),
+    "deepseek-dsml": ToolFormat(True, lambda functions: MarkedParser(*_INVOKES, invoke_calls(functions, _DSML))),
+    "minimax": ToolFormat(True, lambda functions: MarkedParser(*_MINIMAX, invoke_calls(functions))),
+    "gemma": ToolFormat(True, lambda _: MarkedParser(*_GEMMA, gemma_call)),
     "kimi": ToolFormat(True, lambda _: MarkedParser(*_KIMI, kimi_calls)),
     "lfm": ToolFormat(True, lambda _: MarkedParser(*_LFM, python_calls)),
     "pythonic": ToolFormat(False, lambda _: WholeParser(("[",), python_calls)),
@@ -145,17 +154,18 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
     if not template.takes(tools):
         return Calling(named, refusal=template.problem or "the model's chat template takes no tools; leave 'tools' out")
     seen = []
-    for as_text in (False, True):
+    for ids, as_text in itertools.product(CALL_IDS, (False, True)):
+        template.call_ids, template.text_arguments = ids, as_text
         try:
-            one = template.call_text(tools, _probes(1), as_text=as_text)
+            one = template.call_text(tools, _probes(1))
         except ApiError as error:
             seen.append(error.message)
             continue
         for form in TOOL_FORMATS.values() if named is None else (named,):
             if _round_trips(form, one, 1):
-                return Calling(form, _allows_two_calls(template, form, tools, as_text), written=one)
+                return Calling(form, _allows_two_calls(template, form, tools), written=one)
         seen.append(f"it writes {' '.join(one.split())[:60]!r}" if one.strip() else "it writes none")
-    template.text_arguments = False
+    template.call_ids, template.text_arguments = "given", False
     if named is not None:
         return Calling(named)
     return Calling(None, refusal=(
@@ -164,20 +174,18 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
     ))  # fmt: skip
 
 
-def _allows_two_calls(
-    template: ChatTemplate, form: ToolFormat, tools: Sequence[Mapping[str, Any]], as_text: bool
-) -> bool:
+def _allows_two_calls(template: ChatTemplate, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> bool:
     """Whether an answer may have two calls."""
     try:
-        return _round_trips(form, template.call_text(tools, _probes(2), as_text=as_text), 2)
+        return _round_trips(form, template.call_text(tools, _probes(2)), 2)
     except ApiError:
         return False
 
 
 def _probes(count: int) -> list[dict[str, Any]]:
-    """Calls of the first ones; ids as Mistral's templates want them."""
+    """Calls of the first ones, with ids as answers have them."""
     return [
-        {"id": f"call{i:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        {"id": f"call_{i:024}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, (name, arguments) in enumerate([*_PROBES.items()][:count])
     ]
 

@@ -1,4 +1,4 @@
-"""`tiermoe serve`: an OpenAI-compatible server for its own runtime or a running one, until Ctrl-C."""
+"""`tiermoe serve`: OpenAI's and Anthropic's protocols before its own runtime or a running one, until Ctrl-C."""
 
 from __future__ import annotations
 

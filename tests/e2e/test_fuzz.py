@@ -31,7 +31,10 @@ uvicorn = pytest.importorskip("uvicorn")
 
 _HANG_S = 20.0
 _SILENCE_S = 1
-_POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")
+_POSTS = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
 _MODES = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
 
 
@@ -72,12 +75,13 @@ def fitted(value: Any, name: str = "") -> Any:
     return "a" if name in ("prompt", "input") and value in ("", []) else value
 
 
-def check(status: int, kind: str, body: Any) -> None:
-    """An answer is a success, or says in OpenAI's form what is wrong; 503 is the only failure of the server."""
+def check(path: str, status: int, kind: str, body: Any) -> None:
+    """An answer is a success, or says in its protocol's form what is wrong; 503 is the only failure of the server."""
     assert status < 500 or status == 503, body
     if status >= 400:
         assert kind.startswith("application/json")
-        assert set(body["error"]) == {"message", "type", "param", "code"}
+        names = {"message", "type"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+        assert set(body["error"]) == names
         assert body["error"]["message"]
 
 
@@ -105,7 +109,7 @@ def test_generated_bodies(server: tuple[str, Any], path: str, mode: Any, request
         response = case.call(base_url=url, timeout=_HANG_S)
         kind = response.headers.get("content-type", [""])[0]
         statuses[response.status_code] += 1
-        check(response.status_code, kind, response.json() if response.status_code >= 400 else None)
+        check(path, response.status_code, kind, response.json() if response.status_code >= 400 else None)
 
     fuzz()
     print(f"part {part}, {path}, {mode}: {dict(sorted(statuses.items()))}")

@@ -31,11 +31,14 @@ _BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": [5, 9, 2], "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "\x05\x09\x02"}], "max_tokens": 2},
     "/v1/responses": {"input": "\x05\x09\x02", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "\x05\x09\x02"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "\x05\x09\x02"}]},
     "/v1/embeddings": {"input": "x"},
     "/tokenize": {"prompt": "\x05"},
     "/detokenize": {"tokens": [5]},
 }
-_WHILE_STARTING = {"/ready": 503} | dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/responses"), 503)
+_GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_WHILE_STARTING = {"/ready": 503} | dict.fromkeys(_GENERATE, 503)
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""OpenAI's client, unmodified, before the server in this process: its models check every answer and every event."""
+"""OpenAI's and Anthropic's clients, unmodified, before the server in this process: their models check every answer and
+every event.
+"""
 
 from __future__ import annotations
 
@@ -93,3 +95,50 @@ def test_an_answer_comes_back_as_clients_keep_it() -> None:
     called = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     answers = {"f;hi": called.encode(), f"f;hi{called}warm": b"done"}
     assert with_client(call, answers).choices[0].message.content == "done"
+
+
+def with_anthropic(call: Callable[[Any], Awaitable[Any]], answers: dict[str, bytes] | None = None) -> Any:
+    """What a call on Anthropic's client of a fresh server returns."""
+    anthropic, library = pytest.importorskip("anthropic"), pytest.importorskip("httpx2")
+
+    async def run() -> Any:
+        backend = FakeBackend(answers, step=2)
+        backend.plan["max_prompt_tokens"] = 500
+        _, http = serving(backend, template=CALLS_TEMPLATE, library=library)
+        client = anthropic.AsyncAnthropic(base_url="http://test", api_key="k", http_client=http(), max_retries=0)
+        async with client:
+            return await asyncio.wait_for(call(client), WAIT_S)
+
+    return asyncio.run(run())
+
+
+def test_messages_whole_and_streamed() -> None:
+    anthropic = pytest.importorskip("anthropic")
+    ask: dict[str, Any] = {"model": "fake", "max_tokens": 90, "messages": [{"role": "user", "content": "hi"}]}
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    called = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+
+    async def call(client: Any) -> None:
+        messages = client.messages
+        whole = await messages.create(**ask, system="x", stop_sequences=["!"], metadata={"user_id": "me"})
+        assert (whole.content[0].text, whole.stop_reason, whole.usage.input_tokens) == ("XHI", "end_turn", 3)
+        assert (await messages.count_tokens(model="fake", messages=ask["messages"], system="x")).input_tokens == 3
+        async with messages.stream(**ask, tools=tools) as stream:
+            kinds = {event.type async for event in stream}
+            final = await stream.get_final_message()
+        assert {"message_start", "content_block_delta", "content_block_stop", "message_stop"} <= kinds
+        said, made = final.content
+        assert (said.text, made.name, made.input, final.stop_reason) == ("so", "f", {"x": 1}, "tool_use")
+        assert final.usage.output_tokens > 0
+        result = {"type": "tool_result", "tool_use_id": made.id, "content": "warm"}
+        turns = [*ask["messages"], {"role": "assistant", "content": final.content},
+                 {"role": "user", "content": [result]}]  # fmt: skip
+        last = await client.beta.messages.create(**ask | {"messages": turns}, tools=tools, betas=["x-2026-01-01"])
+        assert last.content[0].text == "done"
+        with pytest.raises(anthropic.NotFoundError) as refused:
+            await messages.create(**ask | {"model": "claude"})
+        assert refused.value.body["error"]["type"] == "not_found_error"
+        assert refused.value.request_id
+
+    answers = {"f;hi": f"so {called}".encode(), f"f;hiso{called}warm": b"done"}
+    with_anthropic(call, answers)

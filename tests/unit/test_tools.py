@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import time
@@ -27,7 +28,7 @@ _CALLED = '{"name": "weather", "arguments": {"city": "Rom 🙂", "days": 2}}'
 _LLAMA = _CALLED.replace("arguments", "parameters")
 
 _XML = "<function=weather>\n<parameter=city>\nRom 🙂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
-_CALLS = "<｜tool▁calls▁begin｜>"
+_CALLS, _D = "<｜tool▁calls▁begin｜>", "｜DSML｜"
 _PAIRS = (
     "<arg_key>city</arg_key>\n<arg_value>Rom 🙂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
 )
@@ -66,6 +67,24 @@ CASES: list[tuple[str, str, Parsed]] = [
      + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
      Parsed(calls=(ROME, TIME))),
     ("deepseek", f"{_CALLS}none<｜tool▁calls▁end｜>", Parsed(f"{_CALLS}none<｜tool▁calls▁end｜>")),
+    ("deepseek-dsml", f"Look.\n\n<{_D}function_calls>\n<{_D}invoke name=\"weather\">\n<{_D}parameter name=\"city\" "
+     f'string="true">Rom 🙂</{_D}parameter>\n<{_D}parameter name="days" string="false">2</{_D}parameter>\n'
+     f'</{_D}invoke>\n<{_D}invoke name="time">\n</{_D}invoke>\n</{_D}function_calls>',
+     Parsed("Look.", calls=(ROME, TIME))),
+    ("deepseek-dsml", f'<{_D}function_calls><{_D}invoke name="f"><{_D}parameter name="x" string="true">2'
+     f"</{_D}parameter></{_D}invoke></{_D}function_calls>", Parsed(calls=(ToolCall("f", '{"x": "2"}'),))),
+    ("deepseek-dsml", f"<{_D}function_calls>no</{_D}function_calls>",
+     Parsed(f"<{_D}function_calls>no</{_D}function_calls>")),
+    ("minimax", '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rom 🙂</parameter>\n'
+     '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="time">\n</invoke>\n</minimax:tool_call>',
+     Parsed(calls=(ROME, TIME))),
+    ("minimax", '<minimax:tool_call><invoke name="a b"></invoke></minimax:tool_call>',
+     Parsed('<minimax:tool_call><invoke name="a b"></invoke></minimax:tool_call>')),
+    ("gemma", '<|tool_call>call:weather{city:<|"|>Rom 🙂<|"|>,days:2}<tool_call|><|tool_call>call:time{}<tool_call|>',
+     Parsed(calls=(ROME, TIME))),
+    ("gemma", '<|tool_call>call:f{a:[{b:<|"|>x:{<|"|>},None,1.5],c:true}<tool_call|>',
+     Parsed(calls=(ToolCall("f", '{"a": [{"b": "x:{"}, null, 1.5], "c": true}'),))),
+    ("gemma", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', Parsed('<|tool_call>call:f{a:<|"|>x}<tool_call|>')),
     ("kimi", "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
      + ROME.arguments + "<|tool_call_end|><|tool_calls_section_end|>", Parsed(calls=(ROME,))),
     ("lfm", "Look: <|tool_call_start|>[weather(city='Rom 🙂', days=2), time()]<|tool_call_end|>",
@@ -122,6 +141,11 @@ def _written(form: str, value: str) -> str:
         "deepseek": f"{_CALLS}{_DEEP}f<｜tool▁sep｜>{{\"x\": {value}}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
                 f'{{"x": {value}}}<|tool_call_end|><|tool_calls_section_end|>',
+        "deepseek-dsml": f'<{_D}function_calls><{_D}invoke name="f"><{_D}parameter name="x" string="false">{value}'
+                         f"</{_D}parameter></{_D}invoke></{_D}function_calls>",
+        "minimax": f'<minimax:tool_call><invoke name="f"><parameter name="x">{value}</parameter></invoke>'
+                   "</minimax:tool_call>",
+        "gemma": f"<|tool_call>call:f{{x:{value}}}<tool_call|>",
         "lfm": f"<|tool_call_start|>[f(x={value})]<|tool_call_end|>", "pythonic": f"[f(x={value})]",
         "harmony": f'<|channel|>commentary to=functions.f<|message|>{{"x": {value}}}<|call|>',
     }[form]  # fmt: skip
@@ -182,6 +206,12 @@ HOSTILE = [
     ("deepseek", f"{_CALLS}{_DEEP}function<｜tool▁sep｜>", "\n```json\n"), ("deepseek", "", _CALLS),
     ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.a:0"),
     ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>a:0<|tool_call_argument_begin|>"),
+    ("minimax", "<minimax:tool_call>", '<invoke name="f">'), ("minimax", "", "<minimax:tool_call>"),
+    ("minimax", '<minimax:tool_call><invoke name="f">', "<parameter name="),
+    ("minimax", '<minimax:tool_call><invoke name="f">', '<parameter name="a">1</parameter>'),
+    ("deepseek-dsml", f"<{_D}function_calls>", f"<{_D}invoke name="), ("gemma", "<|tool_call>call:f{", ",a"),
+    ("gemma", "<|tool_call>call:f{", '<|"|>'), ("gemma", "<|tool_call>call:f", "{"), ("gemma", "<|tool_call>", " "),
+    ("gemma", "<|tool_call>call:f{", "a:1,"),
     ("lfm", "<|tool_call_start|>[", "f(a=1),"), ("lfm", "", "<|tool_call_start|>"), ("pythonic", "[", "f(a=1),"),
     ("pythonic", "", " "), ("pythonic", "[", "'a'\n"), ("llama-json", "", '{"name":"a"};'), ("llama-json", "", " "),
     ("llama-json", "{", "{"), ("harmony", "", "<|end|>"), ("harmony", "", "<|start|>assistant"),
@@ -217,6 +247,24 @@ def test_text_that_cannot_be_a_call_comes_at_once() -> None:
     assert [parser.feed(part).content for part in ("I ", "think <", "b> ", "<tool_")] == ["I", " think", " <b>", ""]
 
 
+def test_calls_come_back_under_the_ids_that_a_template_wants() -> None:
+    """Guards: answers have ids of OpenAI's form, which Mistral's templates refuse and Kimi's show as names."""
+    calls = [{"id": f"call_{i}", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+             for i in range(2)]  # fmt: skip
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": calls},
+                *({"role": "tool", "tool_call_id": call["id"], "content": "warm"} for call in calls)]  # fmt: skip
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.tool_call_id }} {% for c in m.tool_calls or [] %}{{ c.id }} {% endfor %}"
+        "{% endfor %}", {},
+    )  # fmt: skip
+    for ids, names in (
+        ("given", ["call_0", "call_1"]), ("functions", ["functions.weather:0", "functions.weather:1"]),
+        ("short", [hashlib.sha256(f"call_{i}".encode()).hexdigest()[:9] for i in range(2)]),
+    ):  # fmt: skip
+        template.call_ids = ids
+        assert template.render(messages, add_generation_prompt=False).split() == names * 2
+
+
 _ONE = "{% if calls | length > 1 %}{{ raise_exception('one call only') }}{% endif %}"
 _FENCED = (
     "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + f.name + '\\n```json\\n' + f.arguments + '\\n```' }}"
@@ -240,6 +288,18 @@ WRITTEN: list[tuple[str, str, str | None]] = [
     (_FENCED + _END, "{{ '<｜tool▁calls▁begin｜>' if calls }}", "deepseek"),
     ("<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ json }}<｜tool▁call▁end｜>" + _END,
      "{{ '<｜tool▁calls▁begin｜>' if calls }}", "deepseek"),
+    (f'<{_D}invoke name="{{{{ f.name }}}}">\n{{% for k, v in f.arguments.items() %}}<{_D}parameter name='
+     f"\"{{{{ k }}}}\" string=\"{{{{ 'true' if v is string else 'false' }}}}\">{_VALUE}</{_D}parameter>\n{{% endfor %}}"
+     f"</{_D}invoke>\n"
+     f"{{{{ '</{_D}function_calls>' if loop.last }}}}", f"{{{{ '<{_D}function_calls>\n' if calls }}}}",
+     "deepseek-dsml"),
+    ("<invoke name=\"{{ f.name }}\">\n{% for k, v in f.arguments.items() %}<parameter name=\"{{ k }}\">" + _VALUE
+     + "</parameter>\n{% endfor %}</invoke>\n{{ '</minimax:tool_call>' if loop.last }}",
+     "{{ '<minimax:tool_call>\n' if calls }}", "minimax"),
+    ("{{ '<|tool_call_begin|>' + c.id + '<|tool_call_argument_begin|>' + json + '<|tool_call_end|>' }}"
+     "{{ '<|tool_calls_section_end|>' if loop.last }}", "{{ '<|tool_calls_section_begin|>' if calls }}", "kimi"),
+    ("{% if c.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
+     "{{ '[TOOL_CALLS]' + f.name + '[CALL_ID]' + c.id + '[ARGS]' + json }}", "", "mistral"),
     ("{\"name\": \"{{ f.name }}\", \"parameters\": {{ json }}}", _ONE, "llama-json"),
     ("{{ '<|tool_call_start|>[' if loop.first else ', ' }}{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}="
      "{{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ']<|tool_call_end|>' if loop.last }}", "", "lfm"),
