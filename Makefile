@@ -82,7 +82,7 @@ $(BIN)/python setup.py --quiet build_ext --inplace
 endef
 
 run: $(VENV)/.installed
-	@$(BIN)/tiermoe run "$$PROMPT" $(ARGS)
+	@$(BIN)/tiermoe run "$$PROMPT" --emulate $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup

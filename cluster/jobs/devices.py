@@ -52,7 +52,7 @@ def devices() -> list[Device]:
 
     if not cuda_usable():
         host = memory()
-        return [Device("cpu (stands in for a GPU)", host.total, host.free, host_copy_gbps(), "memcpy (emulated)")]
+        return [Device("cpu", host.total, host.free, host_copy_gbps(), "memcpy (emulated)")]
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

@@ -93,16 +93,6 @@ std::int64_t partial_size(const std::vector<Item>& items, const Cut& cut, std::i
 
 }  // namespace
 
-void Batch::zero(std::int64_t width) const {
-    const auto row = static_cast<std::size_t>(width) * sizeof(float);
-    if (!outs) {
-        std::memset(out, 0, static_cast<std::size_t>(tokens) * row);
-        return;
-    }
-    for (const RowGroup& group : groups)
-        for (std::int64_t p = group.start; p < group.stop; ++p) std::memset(row_of_out(p, width), 0, row);
-}
-
 std::vector<std::string> instruction_sets() {
     std::vector<std::string> names;
     for (const Kernels* kernels : all_kernels()) names.emplace_back(kernels->name);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -54,7 +55,15 @@ struct Batch {
     const std::int32_t* outs = nullptr;  // [P] row of out for each entry, none twice; null: the row of hidden
 
     // The entries' rows of out begin as zeros: those of `outs`, or all.
-    void zero(std::int64_t width) const;
+    void zero(std::int64_t width) const {
+        const auto row = static_cast<std::size_t>(width) * sizeof(float);
+        if (!outs) {
+            std::memset(out, 0, static_cast<std::size_t>(tokens) * row);
+            return;
+        }
+        for (const RowGroup& group : groups)
+            for (std::int64_t p = group.start; p < group.stop; ++p) std::memset(row_of_out(p, width), 0, row);
+    }
     float* row_of_out(std::int64_t entry, std::int64_t width) const {
         return out + (outs ? outs[entry] : rows[entry]) * width;
     }

@@ -21,8 +21,8 @@ namespace {
 
 constexpr std::int64_t kLayers = 3, kExperts = 4, kNeurons = 6, kWidth = 16, kTop = 2, kKeys = kLayers * kExperts;
 
-const KernelTable kernels{expert_ffn_f32, combine_f32, router_scores, misses_fit, budget_top_k,
-                          importance_saw, importance_target, size_fault, replaceable, substitute};
+const KernelTable kernels{combine_f32,       router_scores, misses_fit,  budget_top_k, importance_saw,
+                          importance_target, size_fault,    replaceable, substitute};
 std::mt19937 random_bits(7);
 
 std::vector<float> numbers(std::int64_t count) {
@@ -88,6 +88,17 @@ struct Memory {
     }
 };
 
+// The pool, as the executor runs it.
+struct Pool : Experts {
+    explicit Pool(const Memory& memory) : memory(memory) { width = kWidth, neurons = kNeurons, max_rows = 8; }
+    void run(const float* hidden, const std::int64_t* pairs, const Group* groups, std::int64_t group_count, std::int64_t top_k,
+             float* y, float* sums) const override {
+        expert_ffn_f32(hidden, memory.pool_up.data(), memory.pool_down.data(), pairs, groups, group_count, top_k, kWidth,
+                       Activation::relu, y, sums);
+    }
+    const Memory& memory;
+};
+
 enum class Rule { none, drop, replace };
 
 // What looks ahead in passes that the native prefetch does not take.
@@ -102,6 +113,7 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
     core::CpuLayers all;
     all.records = true;
     const std::vector<float> router = numbers(kLayers * kExperts * kWidth - (overrun ? 1 : 0)), bias = numbers(kKeys);
+    const Pool pool(memory);
     std::vector<std::unique_ptr<core::CpuLayer>> layers;
     std::vector<std::int32_t> buddies;
     const std::vector<float> similarity(kExperts * kExperts, 0.5f);
@@ -112,9 +124,7 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
     const auto first_scores = std::make_shared<core::FirstScores>();
     const auto announced = std::make_shared<core::Announced>();
     for (std::int64_t l = 0; l < kLayers; ++l) {
-        layers.push_back(std::make_unique<core::CpuLayer>(
-            made, core::Place{l, kExperts, kNeurons, 8},
-            core::Shape{kWidth, memory.pool_up.data(), memory.pool_down.data(), Activation::relu}, kernels, all));
+        layers.push_back(std::make_unique<core::CpuLayer>(made, l, kExperts, pool, kernels, all));
         const std::int64_t first = (l + 1) % kLayers, count = l + 1 < kLayers ? kLayers - 1 - l : 1;
         const auto router_of = [&](std::int64_t layer, std::int64_t layers_of, const float* biases, std::int64_t soft) {
             return layers[l]->add({router.data() + layer * kExperts * kWidth, biases, layers_of * kExperts, soft});

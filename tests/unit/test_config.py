@@ -74,7 +74,7 @@ def test_presets_are_valid_and_carry_their_file_name() -> None:
     assert all(load_policy(name).name == name and load_policy(name).description for name in POLICIES)
     for path in (configs_dir() / "clusters").glob("*.yaml"):
         engine_settings(load_run_config(str(path)))
-    assert load_run_config("laptop") == RunConfig(device="cpu")
+    assert load_run_config("laptop") == RunConfig(device="cpu", emulate=True)
 
 
 def test_options_win_over_the_file(tmp_path: Path) -> None:
