@@ -217,7 +217,7 @@ class KvSettings(Settings):
     prefix_cache: bool = Field(default=True, description="share KV cache pages between requests with a common prefix")
     checkpoint_mib: int = Field(
         default=256, ge=0, le=1 << 20, description="MiB of host memory for states after earlier prompts and answers, "
-        "of models whose KV cache is not paged; 0: none", json_schema_extra=in_unit("MiB"),
+        "of models whose KV cache is not paged; 0: none",
     )  # fmt: skip
     elastic: bool = Field(
         default=True, description="with budget auto, expert slots use the KV cache's memory until requests need it"

@@ -71,6 +71,7 @@ def _terms(
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
     terms = AutoBudget(
         dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
+        states=facts.state_bytes * kv.max_num_seqs,
         activations=activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, settings.attention),
         slot=slot, least=least_bytes(settings.policy, sizes) or slot, most=slot * facts.layers * facts.experts,
         chunk=rows, tokens=tokens,
@@ -89,6 +90,7 @@ def _terms(
         "devices": cluster.replicas * cluster.shards,
         "mapped": facts.all_bytes + replicas * facts.layers * facts.experts,
         "processes": processes * _PROCESS_BYTES + (_RAY_BYTES if config.ray.address is None else 0),
+        "states": terms.states + (0 if facts.paged else kv.checkpoint_bytes),  # which are in host memory
     })  # fmt: skip
 
 
