@@ -1,7 +1,8 @@
 """The budget of a device's expert memory, and the byte arithmetic of `budget: auto`: what of a device's free memory is
 left for experts, and how expert slots and KV cache share it while requests come and go. Without torch.
 
-    experts = min(all, (free - leads x (dense + kv + activations + graphs) - mapped - processes - margin) / devices)
+    experts = min(all, (free - leads x (dense + kv + states + activations + graphs) - mapped - processes - margin)
+                       / devices)
     margin  = MARGIN_BYTES + MARGIN_SHARE of what is free
 
 On a GPU each process asks its own for the free memory, which other processes' use lowers, before it loads anything. The
@@ -44,7 +45,8 @@ class AutoBudget(Settings):
     Attributes:
         free: of the device. None: not known yet.
         final: whether `free` holds; else the worker asks its device, and this is what the plan assumes.
-        dense, kv, activations, graphs: of each lead; activations of the largest forward, and recorded decode steps.
+        dense, kv, states, activations, graphs: of each lead; running states of as many requests as may run, and
+            checkpoints of such where they are in this memory; activations of the largest forward; recorded steps.
         mapped, processes: host memory of mapped experts, and of the run's processes, where they share it with slots.
         leads, devices: that take their share of this memory.
         slot: of one expert. least: that the policy needs on each device (`slot_budget`). most: of all experts.
@@ -55,6 +57,7 @@ class AutoBudget(Settings):
     final: bool = False
     dense: int = 0
     kv: int = 0
+    states: int = 0
     activations: int = 0
     graphs: int = 0
     mapped: int = 0
@@ -71,7 +74,7 @@ class AutoBudget(Settings):
         """With the free memory of a worker's own device. lead: whether dense weights and KV cache go there."""
         if self.final:
             return self
-        own = self if lead else self.model_copy(update={"dense": 0, "kv": 0, "graphs": 0})
+        own = self if lead else self.model_copy(update={"dense": 0, "kv": 0, "states": 0, "graphs": 0})
         return own.model_copy(update={"free": free, "final": True})
 
     @property
@@ -87,8 +90,9 @@ class AutoBudget(Settings):
                 "set cluster.gpu_memory, or give --budget a share or bytes, such as 25% or 8GB",
             )
         taken = {
-            "dense": self.leads * self.dense, "kv": self.leads * self.kv, "activations": self.leads * self.activations,
-            "graphs": self.leads * self.graphs, "mapped": self.mapped, "processes": self.processes,
+            "dense": self.leads * self.dense, "kv": self.leads * self.kv, "states": self.leads * self.states,
+            "activations": self.leads * self.activations, "graphs": self.leads * self.graphs,
+            "mapped": self.mapped, "processes": self.processes,
             "margin": MARGIN_BYTES + int(MARGIN_SHARE * self.free),
         }  # fmt: skip
         left = (self.free - sum(taken.values())) // self.devices
@@ -204,7 +208,7 @@ class Budget(Settings):
 def in_words(terms: Mapping[str, int], chunk: int, tokens: int) -> str:
     """The sum of `AutoBudget.terms` as text."""
     what = {
-        "dense": "dense weights", "kv": f"KV cache of {tokens} tokens",
+        "dense": "dense weights", "kv": f"KV cache of {tokens} tokens", "states": "running states",
         "activations": f"activations of {chunk} tokens at once", "graphs": "decode graphs", "mapped": "mapped experts",
         "processes": "processes", "margin": "margin",
     }  # fmt: skip

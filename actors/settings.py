@@ -217,6 +217,10 @@ class KvSettings(Settings):
         json_schema_extra=in_unit("tokens"),
     )  # fmt: skip
     prefix_cache: bool = Field(default=True, description="share KV cache pages between requests with a common prefix")
+    checkpoint_mib: int = Field(
+        default=256, ge=0, le=1 << 20, description="MiB of host memory for states after earlier prompts and answers, "
+        "of models whose KV cache is not paged; 0: none",
+    )  # fmt: skip
     elastic: bool = Field(
         default=True, description="with budget auto, expert slots use the KV cache's memory until requests need it"
     )
@@ -264,6 +268,11 @@ class KvSettings(Settings):
     def num_blocks(self) -> int:
         """Pages of the KV cache, in each layer."""
         return -(-self.tokens // self.page_size)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """For states after earlier prompts and answers."""
+        return self.checkpoint_mib << 20 if self.prefix_cache else 0
 
     @property
     def request_tokens(self) -> int:

@@ -145,6 +145,24 @@ class Drafts(Options):
     config: Config = None
 
 
+class Family(StrEnum):
+    """Model types of `streams`."""
+
+    QWEN = "qwen3_5_moe_text"
+    DEEPSEEK = "deepseek_v2"
+    NEMOTRON = "nemotron_h"
+
+
+class Streams(Options):
+    """Several requests over one, on models with running states or latent attention, whose KV cache is not paged."""
+
+    measure = "streams.streams"
+    repeats: Repeats = 5
+    family: tuple[Family, ...] = Field(tuple(Family), description="Model type of random weights; repeat it.")
+    streams: int = Field(8, ge=2, description="Requests together.")
+    tokens: Tokens = 48
+
+
 class Core(Options):
     """Microseconds of the core in a layer, by preset, and by order of eviction; layer steps of the simulator."""
 
@@ -213,7 +231,7 @@ class Kernel(Options):
 
 
 CASES: dict[str, type[Options]] = {
-    "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale,
+    "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale, "streams": Streams,
     "drafts": Drafts, "core": Core, "validation": Validation, "auto": Auto, "channel": Channel,
     "kernel": Kernel,
 }  # fmt: skip

@@ -19,7 +19,7 @@ from tiermoe.errors import ConfigError
 from .cases import CASES
 from .papers import experiment_names, judged_again, module_of, paper_names, run_papers
 
-_FIRST = ("overhead", "host", "ttft", "turns", "scale")  # in the help
+_FIRST = ("overhead", "host", "ttft", "turns", "scale", "streams")  # in the help
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -54,7 +54,7 @@ _MLA = {  # multi-head latent attention of the DeepSeek family
     "num_key_value_heads": 4,
 }  # fmt: skip
 
-_INDEXED = {"index_topk": 16, "index_head_dim": 8, "index_n_heads": 2}  # attention to chosen keys
+_INDEXED = {"index_topk": 16, "index_head_dim": 8, "index_n_heads": 32}  # attention to chosen keys; few heads make ties
 
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 48, **_4_LOCAL},
@@ -121,6 +121,51 @@ MODEL_TYPES: tuple[str, ...] = tuple(_OVERRIDES)
 
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _INDEXED_MLA = {**_MLA, **_SIZES, **_ROUTED, **_INDEXED}
+# further types, which only the matrix runs (`matrix.py`)
+_FURTHER: dict[str, dict[str, Any]] = {
+    "axk1": {**_MLA, **_SIZES, **_ROUTED, "num_hidden_layers": 2},
+    "axk2": {**_INDEXED_MLA, "num_hidden_layers": 3, "gated_norm_rank": 4},
+    "bailing_hybrid": {
+        **_MLA, **_SIZES, **_ROUTED, **_HEAD, "num_hidden_layers": 3, "num_local_experts": 8, "layer_group_size": 2,
+        "first_k_dense_replace": 1,
+    },
+    "beam": {
+        **_SIZES, **_HEAD, "num_experts": 8, **_TOP_2, "num_hidden_layers": 3, "sliding_window": 16, "n_group": 2,
+        "topk_group": 1,
+    },
+    "deepseek_v32": {**_INDEXED_MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "dots3_note_text": {
+        **_INDEXED_MLA, "num_hidden_layers": 3, "sliding_window": 16, "shared_experts_intermediate_size": 24,
+    },
+    "flint": {
+        **_SIZES, **_HEAD, **_4_EXPERTS, "shared_expert_intermediate_size": 24, "num_hidden_layers": 3,
+        "sliding_window": 17, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "glm4_moe_lite": {**_MLA, **_SIZES, **_ROUTED, "num_hidden_layers": 3},
+    "glm_moe_dsa": {**_INDEXED_MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "granitemoe_swa": {**_SMALL, **_4_LOCAL, "num_hidden_layers": 3, "sliding_window": 16},
+    "granitemoehybrid": {
+        **_SMALL, **_4_LOCAL, "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 24, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+    },
+    "granitemoeshared": {**_SMALL, **_4_LOCAL, "shared_intermediate_size": 24},
+    "hy_v3": {**_SIZES, **_HEAD, **_4_EXPERTS, "num_hidden_layers": 3},
+    "inkling_text": {
+        **_SIZES, **_HEAD, **_ROUTED, "num_hidden_layers": 3, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "swa_head_dim": 8, "sliding_window_size": 16, "d_rel": 4, "rel_extent": 32,
+    },
+    "kimi_linear": {
+        **_MLA, **_SIZES, **_ROUTED, "num_local_experts": 8, "num_hidden_layers": 4, "linear_head_dim": 8,
+        "linear_num_heads": 4, "q_lora_rank": None,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "kolibri1": {
+        **_SIZES, **_HEAD, **_4_EXPERTS, "shared_expert_intermediate_size": 24, "num_hidden_layers": 3,
+        "sliding_window": 17, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mellum": {**_SIZES, **_HEAD, **_4_EXPERTS, "num_hidden_layers": 3, "sliding_window": 16},
+    "zaya": {**_SIZES, **_HEAD, "num_experts": 4, "num_experts_per_tok": 1, "router_hidden_size": 16},
+}  # fmt: skip
 # text models of composite checkpoints, by the type of the whole
 _COMPOSITES: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": {
@@ -151,7 +196,10 @@ _COMPOSITES: dict[str, dict[str, Any]] = {
         "intermediate_size": 64, "moe_intermediate_size": [24, 24], "moe_num_experts": 4, "moe_k": 2,
         "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 2]},
     },
-    "minimax_m3_vl": {**_SMALL, **_HEAD, **_4_LOCAL, **_INDEXED},
+    "minimax_m3_vl": {
+        **_SMALL, **_HEAD, **_4_LOCAL, "layer_types": ["full_attention", "minimax_m3_sparse"], "index_n_heads": 2,
+        "index_head_dim": 8, "index_block_size": 8, "index_topk_blocks": 2,
+    },
     "kimi_k25": {"model_type": "deepseek_v3", **_OVERRIDES["deepseek_v3"]},
     "mistral3": {"model_type": "mistral4", **_MLA, **_SIZES, **_ROUTED},
     "mistral_large4": _INDEXED_MLA,
@@ -159,8 +207,12 @@ _COMPOSITES: dict[str, dict[str, Any]] = {
     "internvl": {"model_type": "qwen3_moe", **_OVERRIDES["qwen3_moe"]},
     "inkling2": {**_SIZES, **_HEAD, **_ROUTED},
     "aria": {**_SMALL, "moe_num_experts": 4, "moe_topk": 2},
+    "muse_spark": {
+        **_SIZES, **_HEAD, **_4_LOCAL, "num_hidden_layers": 3, "sliding_window": 16, "moe_hidden_size": 16,
+    },
 }  # fmt: skip
 COMPOSITE_TYPES: tuple[str, ...] = tuple(_COMPOSITES)
+ALL_TYPES: tuple[str, ...] = (*MODEL_TYPES, *_FURTHER, *COMPOSITE_TYPES)
 _TOWER = {  # of images or sound, by the names that their configurations have
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2,
     "num_heads": 2, "num_key_value_heads": 2, "out_hidden_size": HIDDEN, "text_hidden_size": HIDDEN, "head_dim": 8,
@@ -173,13 +225,12 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     """The configuration of a tiny random model.
 
     Args:
-        model_type: one of `MODEL_TYPES`.
+        model_type: one of `ALL_TYPES` that is no composite.
 
     Raises:
         KeyError: there is no tiny model of that type.
     """
-    like = {"qwen3_5_moe_text": "qwen3_next"}.get(model_type, model_type)  # the text of a composite type
-    return AutoConfig.for_model(model_type, **{**_BASE, **_OVERRIDES[like]})
+    return AutoConfig.for_model(model_type, **{**_BASE, **(_OVERRIDES | _FURTHER)[model_type]})
 
 
 def composite_config(model_type: str) -> PretrainedConfig:
@@ -192,6 +243,8 @@ def composite_config(model_type: str) -> PretrainedConfig:
         small[part] = {name: size for name, size in _TOWER.items() if getattr(usual, name, None) is not None}
         if kind is AutoConfig:
             small[part]["model_type"] = usual.model_type
+        if hasattr(usual, "depths"):  # as many layers as those have entries
+            del small[part]["num_hidden_layers"]
     return whole(text_config={**_BASE, **_COMPOSITES[model_type]}, **small)
 
 
@@ -199,6 +252,18 @@ def whole_class(config: PretrainedConfig) -> Any:
     """transformers' class of a composite configuration, with all of its towers."""
     mappings = (AutoModelForImageTextToText._model_mapping, AutoModelForMultimodalLM._model_mapping)
     return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
+
+
+def tiny_model(model_type: str) -> Any:
+    """A random float32 model, whole; the same each time. model_type: of `ALL_TYPES`."""
+    torch.manual_seed(0)
+    if model_type in _COMPOSITES:
+        config = composite_config(model_type)
+        model = whole_class(config)._from_config(config, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+    _unsettle(model)
+    return model.eval()
 
 
 def save_tiny_checkpoint(model_type: str, directory: Path | str, seed: int = 0, **overrides: Any) -> Path:

@@ -173,7 +173,9 @@ def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> 
     notes, slots = list(engine.notes), _slots(engine.stats())
     if batcher.unpaged_because is not None:
         how = "share forward passes" if batcher.shares else "take turns" if batcher.max_requests > 1 else "run alone"
-        notes.append(f"requests {how}, prompts run whole, no prefix is kept: {batcher.unpaged_because}")
+        prompts = "come in chunks" if batcher.divides else "run whole"
+        kept = "are kept" if batcher.checkpoints.limit_bytes and batcher.shares else "are not kept"
+        notes.append(f"requests {how}, prompts {prompts}, their states {kept}: {batcher.unpaged_because}")
     if pinned is not None and pinned.problem is not None:
         notes.append(
             f"not all experts could be pinned where they lie ({pinned.problem}): {size(pinned.copied)} were copied to "

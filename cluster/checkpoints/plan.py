@@ -187,6 +187,10 @@ def find_experts(model: PreTrainedModel) -> list[ExpertsModule]:
     ]
     name = type(model).__name__
     if not found:
+        outside = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")})
+        if outside:
+            what = f"{name} computes its routed experts in {outside[0]}, outside transformers' experts interface"
+            raise UnsupportedModelError(what, "serve it with transformers or vLLM: tiermoe needs that interface")
         raise UnsupportedModelError(f"{name} has no routed experts", _NO_EXPERTS)
     shapes = Counter(module.shape for module in found)
     if len(shapes) > 1:

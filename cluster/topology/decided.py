@@ -127,6 +127,7 @@ def _terms(
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
     terms = AutoBudget(
         dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
+        states=facts.state_bytes * kv.max_num_seqs,
         activations=_activations(settings, facts, gpu, rows),
         graphs=graph_bytes(_sizes(facts), facts.layers, kv.max_num_seqs, tokens, item)
         if gpu and settings.asks_for_graphs else 0,
@@ -145,6 +146,7 @@ def _terms(
         "devices": cluster.replicas * cluster.shards,
         "mapped": facts.all_bytes + replicas * facts.layers * facts.experts,
         "processes": processes * _PROCESS_BYTES + (_RAY_BYTES if config.ray.address is None else 0),
+        "states": terms.states + (0 if facts.paged else kv.checkpoint_bytes),  # which are in host memory
     })  # fmt: skip
 
 

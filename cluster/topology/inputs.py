@@ -42,6 +42,14 @@ ROUTED = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d+\.")
 _LAYER, _FURTHER = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)mtp(?:\.|_)")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+# factors of a layer's running state, by the names that configurations have for them
+_RUNNING = (
+    ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    ("linear_num_heads", "linear_head_dim", "linear_head_dim"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
+    ("mamba_expand", "hidden_size", "mamba_d_state"),
+)
+_STATE_BYTES = 4  # of a number: transformers keeps states in float32
 _SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
 _NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _PLAIN = frozenset(("F32", "F16", "BF16"))
@@ -113,7 +121,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
 
         tensors = typed_tensors(read_experts(gguf_files(model_dir)))
     else:
-        depth = _number(config, ("num_hidden_layers",), model_dir)
+        depth = _depth(config, model_dir)
         tensors = {name: what for name, what in (headers(model_dir) or {}).items() if _is_used(name, depth)}
     source = "config.json and the headers of the weights" if tensors else "config.json"
     routed = {name: found for name, found in tensors.items() if ROUTED.search(name)}
@@ -218,6 +226,14 @@ def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) 
     )
 
 
+def _depth(config: Mapping[str, Any], model_dir: Path) -> int:
+    """Layers, which some configurations only list."""
+    kinds = config.get("layers_block_type")
+    if "num_hidden_layers" not in config and isinstance(kinds, list):
+        config = {"num_hidden_layers": len(kinds)}
+    return _number(config, ("num_hidden_layers",), model_dir)
+
+
 def _count(config: Mapping[str, Any], name: str, model_dir: Path) -> int:
     """A field that may be absent: then 0."""
     value = config.get(name)
@@ -232,7 +248,7 @@ def _malformed(name: str, value: Any, model_dir: Path) -> CheckpointError:
 
 def _moe_layers(config: Mapping[str, Any], model_dir: Path) -> list[int]:
     """Numbers of the layers with routed experts, by the fields with which configurations name the dense ones."""
-    total = _number(config, ("num_hidden_layers",), model_dir)
+    total = _depth(config, model_dir)
     first = _count(config, "first_k_dense_replace", model_dir)
     # Qwen's and Llama's steps count from layer 1, DeepSeek's from layer 0
     counted = _count(config, "decoder_sparse_step", model_dir) or _count(config, "interleave_moe_layer_step", model_dir)
@@ -260,14 +276,27 @@ def _activation_facts(config: Mapping[str, Any], model_dir: Path) -> dict[str, A
     shared = _count(config, "n_shared_experts", model_dir) * _count(config, "moe_intermediate_size", model_dir)
     widths = (_count(config, name, model_dir) for name in ("shared_expert_intermediate_size", "intermediate_size"))
     return {
-        "depth": _number(config, ("num_hidden_layers",), model_dir), "heads": heads, "head_size": size,
+        "depth": _depth(config, model_dir), "heads": heads, "head_size": size,
         "vocabulary": _count(config, "vocab_size", model_dir), "mlp": max(shared, *widths),
+        **_state_facts(config, model_dir),
     }  # fmt: skip
+
+
+def _state_facts(config: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
+    """The fields of `ModelFacts` about running states. All layers count where the configuration does not name them."""
+    sizes = (math.prod(_count(config, name, model_dir) for name in names) for names in _RUNNING)
+    each = next((size for size in sizes if size), 0)
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    layers = _depth(config, model_dir)
+    if isinstance(kinds, list):
+        layers = sum("linear" in str(kind) or "mamba" in str(kind) for kind in kinds)
+    latent = _count(config, "kv_lora_rank", model_dir) or _count(config, "index_topk", model_dir)
+    return {"state_bytes": _STATE_BYTES * layers * each, "paged": not each and not latent}
 
 
 def _kv_elements(config: Mapping[str, Any], model_dir: Path) -> int:
     """Numbers for each token in all layers; latent attention (DeepSeek) is cached expanded, as transformers does."""
-    layers = _number(config, ("num_hidden_layers",), model_dir)
+    layers = _depth(config, model_dir)
     heads, kv_heads, size = _heads(config, model_dir)
     if _count(config, "kv_lora_rank", model_dir):
         parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -278,7 +307,7 @@ def _kv_elements(config: Mapping[str, Any], model_dir: Path) -> int:
 def _dense_elements(config: Mapping[str, Any], model_dir: Path, moe_layers: int) -> int:
     """Embeddings, attention, routers, dense layers and shared experts; norms and biases are left out."""
     hidden, vocab = _number(config, ("hidden_size",), model_dir), _number(config, ("vocab_size",), model_dir)
-    total = _number(config, ("num_hidden_layers",), model_dir)
+    total = _depth(config, model_dir)
     heads, kv_heads, size = _heads(config, model_dir)
     width = _count(config, "moe_intermediate_size", model_dir)
     shared = _count(config, "shared_expert_intermediate_size", model_dir)

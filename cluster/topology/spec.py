@@ -55,6 +55,8 @@ class ModelFacts:
         expert_elements: numbers in one expert.
         dense_elements: numbers in everything that is not a routed expert.
         kv_elements: numbers in the KV cache for each token, all layers together.
+        state_bytes: of a request's running states, all layers together; an upper estimate. paged: whether the KV cache
+            may be: there are no such states, and keys are no latents and not chosen by an index.
         item_bytes: of one number as stored.
         source: where the figures come from, for people.
         dense_estimated: whether `dense_elements` is computed from the configuration and not read from files.
@@ -90,6 +92,8 @@ class ModelFacts:
     head_size: int = 0
     vocabulary: int = 0
     mlp: int = 0
+    state_bytes: int = 0
+    paged: bool = True
 
     @property
     def expert_bytes(self) -> int:
@@ -234,7 +238,8 @@ def cluster_spec(
         slot_bytes=slot_bytes,
         compute_item_bytes=item,
         dense_bytes=facts.dense_elements * item,
-        kv_bytes=facts.kv_elements * item * settings.kv.num_blocks * settings.kv.page_size,
+        kv_bytes=facts.kv_elements * item * settings.kv.num_blocks * settings.kv.page_size
+        + facts.state_bytes * settings.kv.max_num_seqs,
         gpu_memory_bytes=cluster.gpu_memory,
         store_layout=cluster.store.layout,
         store_nodes=cluster.store.nodes,

@@ -11,6 +11,7 @@ import torch
 from control_groups import make_groups
 from fake_gpu import FakeGpu
 from serving import settings
+from tiny_models import tiny_config
 from topology_cases import FACTS
 from typer.testing import CliRunner
 
@@ -51,8 +52,8 @@ def test_what_is_left_is_for_experts() -> None:
     found = TERMS.measured(10 * GIB)
     left = 10 * GIB - GIB - 768 * MIB - margin(10 * GIB)
     assert found.terms == {
-        "free": 10 * GIB, "dense": GIB, "kv": 512 * MIB, "activations": 256 * MIB, "graphs": 0, "mapped": 0,
-        "processes": 0, "margin": margin(10 * GIB), "experts": left,
+        "free": 10 * GIB, "dense": GIB, "kv": 512 * MIB, "states": 0, "activations": 256 * MIB, "graphs": 0,
+        "mapped": 0, "processes": 0, "margin": margin(10 * GIB), "experts": left,
     }  # fmt: skip
     assert Budget(auto=found).bytes_of(8 * MIB, 1 << 20) == left
     assert sum(found.terms.values()) == 2 * 10 * GIB
@@ -112,6 +113,32 @@ def test_the_control_group_bounds_host_memory(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(limits, "_ROOT", tmp_path)
         assert limits.host_free_bytes() == device.free_bytes() == free
         assert inputs.this_machine(inputs.LocalRay(1, {}))[0].amount("memory") == max(1, free)
+
+
+@pytest.mark.parametrize(
+    ("model", "state", "paged"),
+    [
+        ("qwen3_moe", 0, True),
+        ("deepseek_v2", 0, False),  # latents
+        ("qwen3_next", 4 * 1 * 4 * 8 * 8, False),  # one layer of two, four heads of 8 x 8
+        ("nemotron_h", 4 * 1 * 4 * 16 * 8, False),
+        ("jamba", 4 * 4 * 2 * 32 * 8, False),  # its configuration does not name its layers
+    ],
+)
+def test_running_states_count(model: str, state: int, paged: bool, tmp_path: Path) -> None:
+    """Those of as many requests as may run; on the stand-in checkpoints too, which are in host memory."""
+    tiny_config(model).save_pretrained(tmp_path)
+    facts = inputs.facts_of_checkpoint(tmp_path)
+    assert (facts.state_bytes, facts.paged) == (state, paged)
+    kv = {"max_num_seqs": 16, "checkpoint_mib": 3}
+    for device, node in (("cpu", {"memory": 64.0 * GIB}), ("cuda", {"GPU": 1.0})):
+        config = load_run_config(None, {"budget": "auto", "device": device, "threads": 1, "kv": kv})
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"gpu_memory": 64 * GIB})})
+        nodes = [NodeInfo("a", "a", True, {"CPU": 8, **node})]
+        found, _ = decided(config, engine_settings(config), facts, nodes, here=False)
+        assert found.budget.auto is not None
+        kept = 3 * MIB if device == "cpu" and not paged else 0
+        assert found.budget.auto.terms["states"] == 16 * state + kept
 
 
 def test_the_stand_in_shares_host_memory_with_the_run() -> None:

@@ -16,10 +16,12 @@ from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_config, save_tiny_checkpoint
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from tiermoe.actors.engine.model.architecture import from_config
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.actors.store.format import layer_name, read_manifest
+from tiermoe.cluster.checkpoints.plan import find_experts
 from tiermoe.cluster.jobs.prepare import convert, default_store_dir, ensure_prepared, is_store, prepare
 from tiermoe.errors import CheckpointError, StoreError, UnsupportedModelError
 
@@ -315,6 +317,15 @@ def test_bad_configurations_are_refused(tmp_path: Path, changes: dict[str, objec
     edit_tensors(checkpoint, **{EXPERT: torch.full((24, 32), 1e6)})
     with pytest.raises(CheckpointError, match=message):
         prepare(checkpoint, tmp_path / "store", progress=False)
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash", "step3p7"])
+def test_experts_outside_the_interface_are_named(model_type: str) -> None:
+    """Guards a refusal that said that such a model has no experts."""
+    with torch.device("meta"):
+        model = from_config(AutoConfig.for_model(model_type))
+    with pytest.raises(UnsupportedModelError, match="Experts, outside transformers' experts interface"):
+        find_experts(model)
 
 
 def test_dense_models_and_folders_without_safetensors_are_refused(tmp_path: Path) -> None:
