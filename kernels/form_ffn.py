@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..errors import FormError
 from . import _cpu
-from .forms import FLOATS, ExpertForm, MatrixForm, Parts
+from .forms import BLOCKS, FLOATS, ExpertForm, MatrixForm, Parts
 from .packed_ffn import ACTIVATIONS, HostLayer, Threads
 
 # `gpt_oss`: x * sigmoid(1.702 x) * (up + 1) with x = min(gate, 7), and up within -7 to 7
@@ -25,7 +25,7 @@ FORM_ACTIVATIONS = {**ACTIVATIONS, "gpt_oss": 4}
 # FormKind in forms.hpp
 _KINDS = {
     "float32": 0, "float16": 1, "bfloat16": 2, "fp8_block": 3, "fp8_channel": 3, "fp8_tensor": 3, "mxfp4": 4,
-    "nvfp4": 5, "q8_0": 8, "q4_0": 9, "mxfp4_gguf": 10, "q4_k": 11, "q5_k": 12, "q6_k": 13,
+    "nvfp4": 5, **{kind: 8 + place for place, kind in enumerate(BLOCKS)},
 }  # fmt: skip
 _INT_KINDS = {4: 6, 8: 7}  # by bits
 _SCALES = {"": 0, "F32": 1, "F16": 2, "BF16": 3, "U8": 4, "F8_E8M0": 4, "F8_E4M3": 5}  # ScaleType there

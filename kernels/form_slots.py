@@ -6,13 +6,14 @@ contiguous and aligned to the part's type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.nn import functional
 
 from ..errors import FormError
 from .expert_ffn import Gate, Group
+from .form_blocks import dequantize_blocks
 from .form_ffn import FormLayer
 from .forms import BLOCKS, DTYPES, E2M1, FLOATS, ExpertForm, MatrixForm, layout_bytes
 from .packed_ffn import Threads
@@ -170,7 +171,7 @@ def dequantize(form: MatrixForm, parts: TorchParts) -> torch.Tensor:
     if form.kind in FLOATS:
         return weight.float()
     if form.kind in BLOCKS:
-        return _GGUF[form.kind](weight.view(-1, BLOCKS[form.kind][1])).view(o, i)
+        return dequantize_blocks(form.kind, weight.view(-1, BLOCKS[form.kind][1])).view(o, i)
     scales = _floats(parts["scale"], form.scale)
     if form.kind.startswith("fp8"):
         if form.kind == "fp8_block":
@@ -204,54 +205,3 @@ def _floats(part: torch.Tensor, code: str) -> torch.Tensor:
 
 def _e2m1(codes: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(E2M1).to(codes.device)[codes.int()]
-
-
-def _f16(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()  # [N, 1]
-
-
-def _low_then_high(codes: torch.Tensor) -> torch.Tensor:
-    return torch.cat([codes & 15, codes >> 4], 1)
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _f16(blocks, 0)
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_low_then_high(blocks[:, 2:]).float() - 8) * _f16(blocks, 0)
-
-
-def _mxfp4_gguf(blocks: torch.Tensor) -> torch.Tensor:
-    return _e2m1(_low_then_high(blocks[:, 1:])) * _floats(blocks[:, :1], "U8")
-
-
-def _k_codes(blocks: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Codes [N, 8, 32] of Q4_K and Q5_K with the scales and minima in bytes 0 to 15 of a block."""
-    first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
-    scales = torch.cat([first & 63, rest & 15 | first >> 2 & 48], 1)
-    minima = torch.cat([second & 63, rest >> 4 | second >> 2 & 48], 1)
-    return (_f16(blocks, 0) * scales)[:, :, None] * codes - (_f16(blocks, 2) * minima)[:, :, None]
-
-
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _k_codes(blocks, _low_then_high(blocks[:, 16:].reshape(-1, 32)).view(-1, 8, 32))
-
-
-def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _low_then_high(blocks[:, 48:].reshape(-1, 32)).view(-1, 8, 32)
-    places = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
-    return _k_codes(blocks, codes | (blocks[:, None, 16:48] >> places & 1) << 4)
-
-
-def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
-    low = _low_then_high(blocks[:, :128].reshape(-1, 64)).view(-1, 2, 4, 32)
-    places = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
-    high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> places & 3
-    codes = (low | high << 4).view(-1, 16, 16).float() - 32
-    return (_f16(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8))[:, :, None] * codes
-
-
-_GGUF: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "q8_0": _q8_0, "q4_0": _q4_0, "mxfp4_gguf": _mxfp4_gguf, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-}  # fmt: skip

@@ -40,10 +40,14 @@ DTYPES: dict[str, type[np.generic]] = {
     "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8,
 }  # fmt: skip
 FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# of a block of GGUF: weights, bytes, and where its float16 scales lie
+# of a block of GGUF: weights, bytes, and where its float16 scales lie; in the order of FormKind in cpu/forms.hpp
 BLOCKS: dict[str, tuple[int, int, tuple[int, ...]]] = {
-    "q8_0": (32, 34, (0,)), "q4_0": (32, 18, (0,)), "mxfp4_gguf": (32, 17, ()),
-    "q4_k": (256, 144, (0, 2)), "q5_k": (256, 176, (0, 2)), "q6_k": (256, 210, (208,)),
+    "q8_0": (32, 34, (0,)), "q4_0": (32, 18, (0,)), "q4_1": (32, 20, (0, 2)), "q5_0": (32, 22, (0,)),
+    "q5_1": (32, 24, (0, 2)), "iq4_nl": (32, 18, (0,)), "mxfp4_gguf": (32, 17, ()),
+    "q2_k": (256, 84, (80, 82)), "q3_k": (256, 110, (108,)), "q4_k": (256, 144, (0, 2)), "q5_k": (256, 176, (0, 2)),
+    "q6_k": (256, 210, (208,)), "iq1_s": (256, 50, (0,)), "iq1_m": (256, 56, ()), "iq2_xxs": (256, 66, (0,)),
+    "iq2_xs": (256, 74, (0,)), "iq2_s": (256, 82, (0,)), "iq3_xxs": (256, 98, (0,)), "iq3_s": (256, 110, (0,)),
+    "iq4_xs": (256, 136, (0,)), "tq1_0": (256, 54, (52,)), "tq2_0": (256, 66, (64,)),
 }  # fmt: skip
 _FLOAT_SCALES = ("F32", "F16", "BF16")
 _POWERS = ("U8", "F8_E8M0")  # exponents, biased by 127
@@ -190,7 +194,11 @@ class MatrixForm:
             for at in places:
                 scales = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
                 _refuse(not np.isfinite(scales).all(), "a scale is not finite")
-            _refuse(not places and bool((blocks[:, 0] > 252).any()), "a scale is not finite")  # half of e8m0
+            if self.kind == "mxfp4_gguf":
+                _refuse(bool((blocks[:, 0] > 252).any()), "a scale is not finite")  # half of e8m0
+            if self.kind == "iq1_m":  # the upper four bits of four words are one float16, whose exponent is not 31
+                exponents = blocks[:, 55] >> 2 & 28 | blocks[:, 53] >> 6
+                _refuse(bool((exponents == 31).any()), "a scale is not finite")
         else:
             codes = parts["weight"]
             if self.kind.startswith("fp8"):

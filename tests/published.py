@@ -7,6 +7,7 @@ gguf), and dequantized by the same: the oracle is a plain checkpoint of those va
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
+from form_cases import random_parts
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, get_tensor_name_map
 from quantizers import (
     FP8_CONFIG,
     Quantize,
@@ -32,6 +34,8 @@ from quantizers import (
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tiermoe.kernels.forms import BLOCKS, MatrixForm
 
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
 TOKENS = 10
@@ -200,30 +204,20 @@ def q4_k_m(name: str) -> str:
 
 
 def all_forms(name: str) -> str:
-    """Each matrix of the experts of each layer in a form of its own."""
-    forms = {"gate": ("Q5_K", "Q4_0", "Q5_0"), "up": ("BF16", "Q8_0", "Q4_K"), "down": ("MXFP4", "F16", "Q6_K")}
-    for which, kinds in forms.items():
-        for layer, kind in enumerate(kinds):
-            if name == f"blk.{layer}.ffn_{which}_exps.weight":
-                return kind
+    """Each matrix of the experts of each layer in a form of its own, as in mixed files; eight layers have all forms."""
+    kinds = [kind.removesuffix("_gguf").upper() for kind in BLOCKS]
+    kinds = ["Q5_K", "BF16", "MXFP4", "Q4_0", "Q8_0", "F16", *sorted(set(kinds) - {"Q5_K", "MXFP4", "Q4_0", "Q8_0"})]
+    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight", name)
+    if match is not None:
+        return kinds[3 * int(match[1]) + ("gate", "up", "down").index(match[2])]
     return "F32" if "ffn_gate_inp" in name else "F16"
-
-
-BLOCK_TYPES = {"q4_k": "Q4_K", "q5_k": "Q5_K", "q6_k": "Q6_K", "mxfp4": "MXFP4", "q5_0": "Q5_0"}
 
 
 def random_blocks(kind: GGMLQuantizationType, rows: tuple[int, ...], inputs: int, seed: int) -> np.ndarray:
     """Blocks of random codes with small finite scales: [*rows, bytes]. The package quantizes few types itself."""
-    block, size = GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(seed)
-    data = rng.integers(0, 256, (*rows, inputs // block, size), np.uint8)
-    scale = np.array([0.002], np.float16).view(np.uint8)
-    places = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q5_0": (0,), "MXFP4": ()}[kind.name]
-    for at in places:
-        data[..., at : at + 2] = scale if kind.name != "Q5_0" else np.array([0.02], np.float16).view(np.uint8)
-    if kind.name == "MXFP4":
-        data[..., 0] = rng.integers(120, 124, data.shape[:-1])
-    return data.reshape(*rows, -1)
+    name = {"MXFP4": "mxfp4_gguf"}.get(kind.name, kind.name.lower())
+    parts = random_parts(MatrixForm(name, math.prod(rows), inputs), np.random.default_rng(seed))
+    return parts["weight"].reshape(*rows, -1)
 
 
 def write_gguf(
@@ -322,10 +316,10 @@ def _gate_and_up_together(tensors: Tensors) -> Tensors:
 
 
 def _quantized(array: np.ndarray, kind: GGMLQuantizationType, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    if kind.name in BLOCK_TYPES.values():
-        data = random_blocks(kind, array.shape[:-1], array.shape[-1], seed)
-    else:
+    try:
         data = gguf.quantize(array, kind)
+    except NotImplementedError:
+        data = random_blocks(kind, array.shape[:-1], array.shape[-1], seed)
     return data, gguf.dequantize(data, kind)
 
 

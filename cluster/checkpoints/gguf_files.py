@@ -21,7 +21,7 @@ from ...actors.store.format import ITEM_BYTES, SourceFile, TensorSpec
 from ...actors.store.published import head_digest
 from ...actors.tokenizer import GGUF_MARK, is_tokenizer_file
 from ...errors import CheckpointError, StoreError, UnsupportedModelError
-from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
+from ...kernels.forms import FLOATS, MatrixForm
 from ...proto.private import user_cache
 from ..host import GGUF_CACHE, shown, stands_for_gguf
 from .gguf_config import config_of
@@ -73,24 +73,12 @@ def _entry(name: str, tensor: Tensor) -> Entry:
     raw = {"weight": TensorEntry(path, _spec(name, "U8", bytes_shape, offset, math.prod(bytes_shape)))}
     spec = _spec(name, "F32", shape, 0, 0)
     if form is not None:
-        repack = _q5_0_as_q8_0 if kind == GGMLQuantizationType.Q5_0 else None
-        return QuantizedEntry(spec, MatrixForm(form, outputs, inputs), raw, stack, repack=repack)
+        return QuantizedEntry(spec, MatrixForm(form, outputs, inputs), raw, stack)
     return QuantizedEntry(spec, MatrixForm("float32", outputs, inputs), raw, stack, repack=_Dequantized(kind))
 
 
 def _spec(name: str, code: str, shape: tuple[int, ...], offset: int, nbytes: int) -> TensorSpec:
     return TensorSpec(name=name, dtype=code, shape=shape, offset=offset, nbytes=nbytes)
-
-
-def _q5_0_as_q8_0(form: MatrixForm, raw: Raw) -> Raw:
-    """Q5_0 is a scale and 32 codes of five bits less 16; Q8_0 a scale and 32 codes of eight bits with sign."""
-    blocks = raw["weight"].reshape(-1, 22)
-    fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
-    low = np.concatenate([blocks[:, 6:] & 15, blocks[:, 6:] >> 4], axis=1)
-    codes = (low | fifth << 4).astype(np.int8) - np.int8(16)
-    out = np.concatenate([blocks[:, :2], codes.view(np.uint8)], axis=1)
-    weights, size, _ = BLOCKS["q8_0"]
-    return {"weight": out.reshape(form.outputs, form.inputs // weights * size)}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from ...actors.store.format import first_problem
 from ...errors import CheckpointError, FormError, UnsupportedModelError
-from ...kernels.forms import ExpertForm, MatrixForm
+from ...kernels.forms import BLOCKS, ExpertForm, MatrixForm
 from ..host import stands_for_gguf
 from .weight_files import gguf_in, refuse_outside
 
@@ -35,7 +35,7 @@ _LITTLE_ENDIAN = "rewrite it with gguf-convert-endian, which the package `gguf` 
 SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:\.gguf)?", re.IGNORECASE)
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
-EXPERT_REMEDY = "use a GGUF file of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, F16 or BF16"
+EXPERT_REMEDY = "use a GGUF file of another type, such as Q4_K_M, IQ4_XS or Q8_0"
 _EXPERTS = re.compile(  # all of a layer in one tensor; or one of them, as converters before April 2024 wrote them
     r"blk\.(?P<layer>\d+)\.ffn_(?:(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)"
     r"|(?P<one>gate|up|down)\.(?P<expert>\d+)\.weight)"
@@ -43,11 +43,10 @@ _EXPERTS = re.compile(  # all of a layer in one tensor; or one of them, as conve
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 ROUTED = re.compile(r"_exps\.|\.ffn_(gate|up|down)\.\d+\.weight")
 _Type = GGMLQuantizationType
-# the form of each type that experts may have; a block of Q5_0 is rewritten as one of Q8_0, which holds the same values
+# the form of each type that experts may have
 FORM_OF: Mapping[GGMLQuantizationType, str] = {
-    _Type.F32: "float32", _Type.F16: "float16", _Type.BF16: "bfloat16", _Type.MXFP4: "mxfp4_gguf",
-    _Type.Q8_0: "q8_0", _Type.Q5_0: "q8_0", _Type.Q4_0: "q4_0", _Type.Q4_K: "q4_k", _Type.Q5_K: "q5_k",
-    _Type.Q6_K: "q6_k",
+    _Type.F32: "float32", _Type.F16: "float16", _Type.BF16: "bfloat16",
+    **{_Type[kind.removesuffix("_gguf").upper()]: kind for kind in BLOCKS},
 }  # fmt: skip
 _MOST = 1 << 24  # strings of a vocabulary, tensors, keys
 
@@ -456,13 +455,13 @@ def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tup
 
 
 def _expert_form(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[ExpertForm, bool]:
-    """The form of a layer's experts, and whether slots want it as it lies: Q5_0 and gpt-oss's layout are repacked."""
+    """The form of a layer's experts, and whether slots want it as it lies: gpt-oss's layout is repacked."""
     matrices: dict[str, Any] = {}
     for name, (kind, shape) in parts.items():
         if name.endswith("weight"):
             matrices[name.removesuffix(".weight")] = MatrixForm(FORM_OF[_Type[kind]], shape[1], shape[2])
     if "down.bias" not in parts:
-        return ExpertForm(**matrices), all(kind != "Q5_0" for kind, _ in parts.values())
+        return ExpertForm(**matrices), True
     gate, _ = matrices.pop("gate"), matrices.pop("up")
     both = replace(gate, outputs=2 * gate.outputs)
     return ExpertForm(gate_up=both, **matrices, bias=parts["down.bias"][0]), False

@@ -179,26 +179,20 @@ std::int64_t FormMatrix::row_bytes() const {
         case FormKind::mxfp4:
         case FormKind::nvfp4:
         case FormKind::int4: return (inputs + 1) / 2;
-        case FormKind::q8_0: return inputs / 32 * 34;
-        case FormKind::q4_0: return inputs / 32 * 18;
-        case FormKind::mxfp4_gguf: return inputs / 32 * 17;
-        case FormKind::q4_k: return inputs / 256 * 144;
-        case FormKind::q5_k: return inputs / 256 * 176;
-        case FormKind::q6_k: return inputs / 256 * 210;
+        default: return inputs / gguf_block(kind).weights * gguf_block(kind).bytes;
     }
-    return 0;
 }
 
 bool FormMatrix::fits() const {
-    if (kind < FormKind::f32 || kind > FormKind::q6_k || outputs < 1 || inputs < 1 || !weight) return false;
+    if (kind < FormKind::f32 || kind > FormKind::tq2_0 || outputs < 1 || inputs < 1 || !weight) return false;
     const bool grouped = kind >= FormKind::fp8 && kind <= FormKind::int8, ints = kind == FormKind::int4 || kind == FormKind::int8;
     if (grouped != (scale != nullptr) || grouped != (scale_type != ScaleType::none)) return false;
     if (scale_type < ScaleType::none || scale_type > ScaleType::e4m3 || group < 1 || block < 1) return false;
     if ((scale_type == ScaleType::e4m3) != (kind == FormKind::nvfp4) || (kind == FormKind::nvfp4) != (global_scale != nullptr))
         return false;
     if ((zero || order) && !ints) return false;
-    const std::int64_t unit = kind >= FormKind::q4_k ? 256 : kind >= FormKind::q8_0 || kind == FormKind::mxfp4 ? 32
-                              : kind == FormKind::nvfp4 ? 16 : 1;
+    const std::int64_t unit = kind >= FormKind::q8_0 ? gguf_block(kind).weights
+                              : kind == FormKind::mxfp4 ? 32 : kind == FormKind::nvfp4 ? 16 : 1;
     const bool fixed = kind == FormKind::mxfp4 ? group == 32 : kind != FormKind::nvfp4 || group == 16;
     return inputs % unit == 0 && fixed;
 }

@@ -14,9 +14,22 @@ namespace tiermoe {
 
 enum class FormKind : int {
     f32 = 0, f16 = 1, bf16 = 2, fp8 = 3, mxfp4 = 4, nvfp4 = 5, int4 = 6, int8 = 7,
-    q8_0 = 8, q4_0 = 9, mxfp4_gguf = 10, q4_k = 11, q5_k = 12, q6_k = 13
+    // GGUF's, in the order of kGgufBlocks and of BLOCKS in forms.py
+    q8_0 = 8, q4_0 = 9, q4_1 = 10, q5_0 = 11, q5_1 = 12, iq4_nl = 13, mxfp4_gguf = 14, q2_k = 15, q3_k = 16, q4_k = 17,
+    q5_k = 18, q6_k = 19, iq1_s = 20, iq1_m = 21, iq2_xxs = 22, iq2_xs = 23, iq2_s = 24, iq3_xxs = 25, iq3_s = 26,
+    iq4_xs = 27, tq1_0 = 28, tq2_0 = 29
 };
 enum class ScaleType : int { none = 0, f32 = 1, f16 = 2, bf16 = 3, e8m0 = 4, e4m3 = 5 };
+
+struct GgufBlock {
+    int weights, bytes;
+};
+constexpr GgufBlock kGgufBlocks[] = {
+    {32, 34}, {32, 18}, {32, 20}, {32, 22}, {32, 24}, {32, 18}, {32, 17}, {256, 84}, {256, 110}, {256, 144}, {256, 176},
+    {256, 210}, {256, 50}, {256, 56}, {256, 66}, {256, 74}, {256, 82}, {256, 98}, {256, 110}, {256, 136}, {256, 54},
+    {256, 66},
+};
+constexpr GgufBlock gguf_block(FormKind kind) { return kGgufBlocks[static_cast<int>(kind) - static_cast<int>(FormKind::q8_0)]; }
 
 constexpr int kUnit = 32;        // weights that are decoded together
 constexpr int kFormOutputs = 32; // of one job

@@ -2,7 +2,7 @@
 //   kTile, kRows   outputs and rows whose sums are kept in registers
 //
 // A decoder D turns 32 weights, a unit, into two vectors:
-//   Like                 how its scales are prepared
+//   kFrom                where its scales are; in blocks, scales(block, scale, zero) fills those of kBlock bytes
 //   State(scale, zero)   what the units of a group share; scale and zero are those of the group
 //   unit(state, row, u, w)
 //   kBytes, kScales      of a unit, on average over a block
@@ -14,7 +14,7 @@
 namespace tiermoe {
 namespace {
 
-enum class Like { nothing, group, k, six };  // no scales apart, a scale part, the blocks of Q4_K and Q5_K, of Q6_K
+enum class From { unit, part, block };  // unit() reads scales itself; they are a part of the matrix; in 256 weights
 
 struct Nothing {
     Nothing(const float*, const float*) {}
@@ -22,7 +22,7 @@ struct Nothing {
 
 template <typename T>
 struct Plain {
-    static constexpr Like kLike = Like::nothing;
+    static constexpr From kFrom = From::unit;
     static constexpr bool kPaired = false;
     static constexpr int kBytes = kUnit * sizeof(T);
     static constexpr int kScales = 1;
@@ -40,7 +40,7 @@ struct Scale {
 };
 
 struct Fp8 {
-    static constexpr Like kLike = Like::group;
+    static constexpr From kFrom = From::part;
     static constexpr bool kPaired = false;
     static constexpr int kBytes = 32;
     static constexpr int kScales = 1;
@@ -66,10 +66,10 @@ struct TimesLess {  // exact before the subtraction: eleven bits times six times
     V::F operator()(V::F code) const { return V::fma(code, scale, V::sub(V::zero(), minimum)); }
 };
 
-template <bool E2m1, class Map>
+template <Four Codes, class Map>
 struct Halves {
     explicit Halves(Map map) : found(map) {}
-    V::Lookup<E2m1, Map> found;
+    V::Lookup<Codes, Map> found;
     TIERMOE_INLINE void unit(const std::uint8_t* at, V::F* w) const {
         w[0] = found.low(at);
         w[1] = found.high(at);
@@ -77,11 +77,11 @@ struct Halves {
 };
 
 struct Mxfp4 {
-    static constexpr Like kLike = Like::group;
+    static constexpr From kFrom = From::part;
     static constexpr bool kPaired = true;
     static constexpr int kBytes = 16;
     static constexpr int kScales = 1;
-    struct State : Halves<true, Times> {
+    struct State : Halves<Four::e2m1, Times> {
         State(const float* scale, const float*) : Halves(Times{V::set(*scale)}) {}
     };
     TIERMOE_INLINE static void unit(const State& state, const std::uint8_t* row, std::int64_t u, V::F* w) {
@@ -90,11 +90,11 @@ struct Mxfp4 {
 };
 
 struct Nvfp4 {  // two scales a unit; eight even and eight odd inputs of each
-    static constexpr Like kLike = Like::group;
+    static constexpr From kFrom = From::part;
     static constexpr bool kPaired = true;
     static constexpr int kBytes = 16;
     static constexpr int kScales = 2;
-    struct State : Halves<true, Times> {
+    struct State : Halves<Four::e2m1, Times> {
         State(const float* scale, const float*) : Halves(Times{V::set(1.0f)}), scales(V::halves(scale[0], scale[1])) {}
         V::F scales;
     };
@@ -105,11 +105,11 @@ struct Nvfp4 {  // two scales a unit; eight even and eight odd inputs of each
 };
 
 struct Int4 {
-    static constexpr Like kLike = Like::group;
+    static constexpr From kFrom = From::part;
     static constexpr bool kPaired = true;
     static constexpr int kBytes = 16;
     static constexpr int kScales = 1;
-    struct State : Halves<false, LessTimes> {
+    struct State : Halves<Four::plain, LessTimes> {
         State(const float* scale, const float* zero) : Halves(LessTimes{V::set(*scale), V::set(*zero)}) {}
     };
     TIERMOE_INLINE static void unit(const State& state, const std::uint8_t* row, std::int64_t u, V::F* w) {
@@ -118,7 +118,7 @@ struct Int4 {
 };
 
 struct Int8 {
-    static constexpr Like kLike = Like::group;
+    static constexpr From kFrom = From::part;
     static constexpr bool kPaired = false;
     static constexpr int kBytes = 32;
     static constexpr int kScales = 1;
@@ -131,101 +131,13 @@ struct Int8 {
     }
 };
 
-struct Q8_0 {
-    static constexpr Like kLike = Like::nothing;
-    static constexpr bool kPaired = false;
-    static constexpr int kBytes = 34;
-    static constexpr int kScales = 1;
-    using State = Nothing;
-    TIERMOE_INLINE static void unit(const State&, const std::uint8_t* row, std::int64_t u, V::F* w) {
-        const std::uint8_t* at = row + 34 * u;
-        const V::F scale = V::set(V::half(at));
-        for (int i = 0; i < 2; ++i) w[i] = V::mul(V::from_i8(V::bytes(at + 2 + i * kLanes)), scale);
-    }
-};
+}  // namespace
+}  // namespace tiermoe
 
-struct Q4_0 {
-    static constexpr Like kLike = Like::nothing;
-    static constexpr bool kPaired = false;
-    static constexpr int kBytes = 18;
-    static constexpr int kScales = 1;
-    using State = Nothing;
-    TIERMOE_INLINE static void unit(const State&, const std::uint8_t* row, std::int64_t u, V::F* w) {
-        const std::uint8_t* at = row + 18 * u;
-        Halves<false, LessTimes>(LessTimes{V::set(V::half(at)), V::set(8.0f)}).unit(at + 2, w);
-    }
-};
+#include "forms_gguf.hpp"
 
-struct Mxfp4Gguf {
-    static constexpr Like kLike = Like::nothing;
-    static constexpr bool kPaired = false;
-    static constexpr int kBytes = 17;
-    static constexpr int kScales = 1;
-    using State = Nothing;
-    TIERMOE_INLINE static void unit(const State&, const std::uint8_t* row, std::int64_t u, V::F* w) {
-        const std::uint8_t* at = row + 17 * u;
-        const std::uint32_t bits = *at ? static_cast<std::uint32_t>(*at) << 23 : 0x00400000u;  // 2^-127 is subnormal
-        float scale;
-        std::memcpy(&scale, &bits, sizeof(scale));
-        Halves<true, Times>(Times{V::set(scale)}).unit(at + 1, w);
-    }
-};
-
-struct Q4K {  // eight units a block; each 32 bytes hold two of them
-    static constexpr Like kLike = Like::k;
-    static constexpr bool kPaired = false;
-    static constexpr int kBytes = 18;
-    static constexpr int kScales = 1;
-    struct State {
-        State(const float* scale, const float* zero) : found(TimesLess{V::set(*scale), V::set(*zero)}) {}
-        V::Lookup<false, TimesLess> found;
-    };
-    TIERMOE_INLINE static void unit(const State& state, const std::uint8_t* row, std::int64_t u, V::F* w) {
-        const std::uint8_t* at = row + u / 8 * 144 + 16 + u % 8 / 2 * 32;
-        for (int i = 0; i < 2; ++i) w[i] = u % 2 ? state.found.high(at + 16 * i) : state.found.low(at + 16 * i);
-    }
-};
-
-struct Q5K {  // bit u of a byte of qh is the fifth bit of its place in unit u
-    static constexpr Like kLike = Like::k;
-    static constexpr bool kPaired = false;
-    static constexpr int kBytes = 22;
-    static constexpr int kScales = 1;
-    struct State {
-        State(const float* scale, const float* zero) : map{V::set(*scale), V::set(*zero)} {}
-        TimesLess map;
-    };
-    TIERMOE_INLINE static void unit(const State& state, const std::uint8_t* row, std::int64_t u, V::F* w) {
-        const std::uint8_t *fifth = row + u / 8 * 176 + 16, *at = fifth + 32 + u % 8 / 2 * 32;
-        for (int i = 0; i < 2; ++i) {
-            const V::B low = V::field(V::bytes(at + 16 * i), u % 2 * 4, 15);
-            const V::B high = V::field(V::bytes(fifth + 16 * i), static_cast<int>(u % 8), 1);
-            w[i] = state.map(V::from_u8(V::with(low, high, 4)));
-        }
-    }
-};
-
-struct Q6K {  // two scales a unit; half a block has 64 bytes of low bits and 32 of high ones for four units
-    static constexpr Like kLike = Like::six;
-    static constexpr bool kPaired = false;
-    static constexpr int kBytes = 26;
-    static constexpr int kScales = 2;
-    struct State {
-        State(const float* scale, const float*) : scale{V::set(scale[0]), V::set(scale[1])} {}
-        V::F scale[2];
-    };
-    TIERMOE_INLINE static void unit(const State& state, const std::uint8_t* row, std::int64_t u, V::F* w) {
-        const std::uint8_t* block = row + u / 8 * 210;
-        const int half = static_cast<int>(u % 8 / 4), part = static_cast<int>(u % 4);
-        const std::uint8_t *low = block + 64 * half + part % 2 * 32, *high = block + 128 + 32 * half;
-        for (int i = 0; i < 2; ++i) {
-            const V::B four = V::field(V::bytes(low + 16 * i), part / 2 * 4, 15);
-            const V::B two = V::field(V::bytes(high + 16 * i), 2 * part, 3);
-            w[i] = V::mul(V::sub(V::from_u8(V::with(four, two, 4)), V::set(32.0f)), state.scale[i]);
-        }
-    }
-};
-
+namespace tiermoe {
+namespace {
 // --- scales ------------------------------------------------------------------------------------------------
 
 // What a scale or a zero point is, times a factor.
@@ -285,26 +197,6 @@ inline void group_scales(const FormMatrix& m, std::int64_t output, float* scales
         widen(m.zero, output * groups, groups, zeros, ZeroPoint());
     else if (m.kind == FormKind::int4 || m.kind == FormKind::int8)
         for (std::int64_t g = 0; g < groups; ++g) zeros[g] = m.kind == FormKind::int4 ? 8.0f : 128.0f;
-}
-
-// Eight scales and minima of six bits, packed in twelve bytes.
-inline void k_scales(const FormMatrix& m, const std::uint8_t* row, float* scales, float* minima) {
-    const std::int64_t size = m.kind == FormKind::q4_k ? 144 : 176;
-    for (std::int64_t block = 0; block < m.inputs / 256; ++block, row += size, scales += 8, minima += 8) {
-        const float scale = V::half(row), minimum = V::half(row + 2);
-        const std::uint8_t* q = row + 4;
-        for (int i = 0; i < 4; ++i) {
-            scales[i] = scale * static_cast<float>(q[i] & 63);
-            scales[4 + i] = scale * static_cast<float>((q[8 + i] & 15) | (q[i] >> 2 & 48));
-            minima[i] = minimum * static_cast<float>(q[4 + i] & 63);
-            minima[4 + i] = minimum * static_cast<float>(q[8 + i] >> 4 | (q[4 + i] >> 2 & 48));
-        }
-    }
-}
-
-inline void six_scales(const FormMatrix& m, const std::uint8_t* row, float* scales) {
-    for (std::int64_t block = 0; block < m.inputs / 256; ++block, row += 210, scales += 16)
-        V::store(scales, V::mul(V::from_i8(V::bytes(row + 192)), V::set(V::half(row + 208))));
 }
 
 // --- products ----------------------------------------------------------------------------------------------
@@ -402,7 +294,7 @@ void tile(const FormJob& job, std::int64_t k) {
     const int outputs = static_cast<int>(job.count - k < M ? job.count - k : M);
     const FormMatrix& m = *job.matrix;
     const std::int64_t padded = m.padded(), bytes = m.row_bytes(), room = padded + kUnit;
-    constexpr bool kGrouped = D::kLike == Like::group && D::kScales == 1;
+    constexpr bool kGrouped = D::kFrom == From::part && D::kScales == 1;
     const bool one_group = kGrouped && m.group >= m.inputs, odd = kGrouped && !one_group && m.group % kUnit != 0;
     const Units units = {m.inputs / kUnit, one_group ? padded : kGrouped && !odd ? m.group / kUnit : 1, D::kScales};
     const std::int64_t rest = m.inputs % kUnit ? bytes - units.whole * D::kBytes : 0;
@@ -413,9 +305,10 @@ void tile(const FormJob& job, std::int64_t k) {
         rows[i].at = m.weight + output * bytes;
         rows[i].scale = scales;
         rows[i].zero = zeros;
-        if constexpr (D::kLike == Like::group) group_scales(m, output, scales, zeros);
-        if constexpr (D::kLike == Like::k) k_scales(m, rows[i].at, scales, zeros);
-        if constexpr (D::kLike == Like::six) six_scales(m, rows[i].at, scales);
+        if constexpr (D::kFrom == From::part) group_scales(m, output, scales, zeros);
+        if constexpr (D::kFrom == From::block)
+            for (std::int64_t block = 0; block < m.inputs / 256; ++block)
+                D::scales(rows[i].at + block * D::kBlock, scales + block * 8 * D::kScales, zeros + block * 8 * D::kScales);
     }
     float* out = job.out + k;
     if (job.rows <= kRows && !odd && !rest) {
@@ -453,10 +346,26 @@ inline void with_decoder(FormKind kind, F&& f) {
         case FormKind::int8: return f(Int8());
         case FormKind::q8_0: return f(Q8_0());
         case FormKind::q4_0: return f(Q4_0());
+        case FormKind::q4_1: return f(Q4_1());
+        case FormKind::q5_0: return f(Q5_0());
+        case FormKind::q5_1: return f(Q5_1());
+        case FormKind::iq4_nl: return f(Iq4Nl());
         case FormKind::mxfp4_gguf: return f(Mxfp4Gguf());
+        case FormKind::q2_k: return f(Q2K());
+        case FormKind::q3_k: return f(Q3K());
         case FormKind::q4_k: return f(Q4K());
         case FormKind::q5_k: return f(Q5K());
         case FormKind::q6_k: return f(Q6K());
+        case FormKind::iq1_s: return f(Iq1S());
+        case FormKind::iq1_m: return f(Iq1M());
+        case FormKind::iq2_xxs: return f(Iq2Xxs());
+        case FormKind::iq2_xs: return f(Iq2Xs());
+        case FormKind::iq2_s: return f(Iq2S());
+        case FormKind::iq3_xxs: return f(Iq3Xxs());
+        case FormKind::iq3_s: return f(Iq3S());
+        case FormKind::iq4_xs: return f(Iq4Xs());
+        case FormKind::tq1_0: return f(Tq1());
+        case FormKind::tq2_0: return f(Tq2());
     }
 }
 

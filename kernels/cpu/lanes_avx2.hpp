@@ -19,6 +19,8 @@ struct Bfloat {
     std::uint16_t bits;
 };
 
+enum class Four { plain, e2m1, iq4 };  // what four bits stand for: themselves, float4, or the sizes of IQ4_NL
+
 struct V {
     struct F {
         __m256 a, b;
@@ -50,6 +52,9 @@ struct V {
     // Bytes: sixteen of them, and fields of them.
     using B = __m128i;
     static B bytes(const void* at) { return _mm_loadu_si128(static_cast<const __m128i*>(at)); }
+    static B bytes(std::uint64_t first, std::uint64_t second) {
+        return _mm_set_epi64x(static_cast<long long>(second), static_cast<long long>(first));
+    }
     static B field(B b, int shift, int mask) {  // shifts in 16 bits: what crosses a byte is masked away
         return _mm_and_si128(_mm_srl_epi16(b, _mm_cvtsi32_si128(shift)), _mm_set1_epi8(static_cast<char>(mask)));
     }
@@ -74,14 +79,17 @@ struct V {
         return _cvtsh_ss(bits);
     }
 
-    // The low and the high halves of sixteen bytes, mapped: Map takes codes, or the values of e2m1, to weights.
-    template <bool E2m1, class Map>
+    // The low and the high halves of sixteen bytes, mapped: Map takes what the codes stand for to weights.
+    template <Four Codes, class Map>
     struct Lookup {
         explicit Lookup(Map map) : map(map) {}
         F low(const void* at) const { return map(value(field(bytes(at), 0, 15))); }
         F high(const void* at) const { return map(value(field(bytes(at), 4, 15))); }
         static F value(B codes) {
-            if constexpr (!E2m1) return from_u8(codes);
+            if constexpr (Codes == Four::plain) return from_u8(codes);
+            if constexpr (Codes == Four::iq4)
+                return from_i8(_mm_shuffle_epi8(
+                    _mm_setr_epi8(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), codes));
             const __m128i upper_bytes =  // of e2m1 as float16, whose lower bytes are zero
                 _mm_setr_epi8(0, 0x38, 0x3c, 0x3e, 0x40, 0x42, 0x44, 0x46, -0x80, -0x48, -0x44, -0x42, -0x40, -0x3e,
                               -0x3c, -0x3a);

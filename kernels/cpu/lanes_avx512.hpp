@@ -20,6 +20,8 @@ struct Bfloat {
     std::uint16_t bits;
 };
 
+enum class Four { plain, e2m1, iq4 };  // what four bits stand for: themselves, float4, or the sizes of IQ4_NL
+
 struct V {
     using F = __m512;
     using I = __m512i;
@@ -46,6 +48,9 @@ struct V {
     // Bytes: sixteen of them, and fields of them.
     using B = __m128i;
     static B bytes(const void* at) { return _mm_loadu_si128(static_cast<const __m128i*>(at)); }
+    static B bytes(std::uint64_t first, std::uint64_t second) {
+        return _mm_set_epi64x(static_cast<long long>(second), static_cast<long long>(first));
+    }
     static B field(B b, int shift, int mask) {  // shifts in 16 bits: what crosses a byte is masked away
         return _mm_and_si128(_mm_srl_epi16(b, _mm_cvtsi32_si128(shift)), _mm_set1_epi8(static_cast<char>(mask)));
     }
@@ -68,12 +73,15 @@ struct V {
         return _cvtsh_ss(bits);
     }
 
-    // The low and the high halves of sixteen bytes, mapped: Map takes codes, or the values of e2m1, to weights.
-    template <bool E2m1, class Map>
+    // The low and the high halves of sixteen bytes, mapped: Map takes what the codes stand for to weights.
+    template <Four Codes, class Map>
     struct Lookup {
         explicit Lookup(Map map)
-            : table(map(E2m1 ? _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6)
-                             : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))) {}
+            : table(map(Codes == Four::e2m1
+                            ? _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6)
+                        : Codes == Four::iq4
+                            ? _mm512_setr_ps(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+                            : _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15))) {}
         F low(const void* at) const { return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(bytes(at)), table); }
         F high(const void* at) const {
             return _mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_cvtepu8_epi32(bytes(at)), 4), table);

@@ -29,6 +29,8 @@ inline float half_to_float(std::uint16_t h) {
     return from_bits(sign | 0x3f800000u) * static_cast<float>(rest) * 5.9604644775390625e-8f;  // subnormal: 2^-24
 }
 
+enum class Four { plain, e2m1, iq4 };  // what four bits stand for: themselves, float4, or the sizes of IQ4_NL
+
 struct V {
     struct F {
         float lane[16];
@@ -104,6 +106,12 @@ struct V {
         std::memcpy(b.lane, at, sizeof(b.lane));
         return b;
     }
+    static B bytes(std::uint64_t first, std::uint64_t second) {
+        B b;
+        std::memcpy(b.lane, &first, sizeof(first));
+        std::memcpy(b.lane + 8, &second, sizeof(second));
+        return b;
+    }
     static B field(const B& b, int shift, int mask) {
         B f;
         for (int i = 0; i < 16; ++i) f.lane[i] = static_cast<std::uint8_t>(b.lane[i] >> shift & mask);
@@ -148,12 +156,13 @@ struct V {
         return half_to_float(bits);
     }
 
-    // The low and the high halves of sixteen bytes, mapped: Map takes codes, or the values of e2m1, to weights.
-    template <bool E2m1, class Map>
+    // The low and the high halves of sixteen bytes, mapped: Map takes what the codes stand for to weights.
+    template <Four Codes, class Map>
     struct Lookup {
         explicit Lookup(Map map)
-            : table(map(E2m1 ? F{{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6}}
-                             : F{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}})) {}
+            : table(map(Codes == Four::e2m1  ? F{{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6}}
+                        : Codes == Four::iq4 ? F{{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}}
+                                             : F{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}})) {}
         F low(const void* at) const { return found(bytes(at), 0); }
         F high(const void* at) const { return found(bytes(at), 4); }
         F found(const B& b, int shift) const {

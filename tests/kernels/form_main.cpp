@@ -79,17 +79,30 @@ struct Matrix {
 
     // Exponents of about 1 where a weight or a block has them.
     void tame(const Case& c, std::int64_t bytes) {
-        const std::int64_t block = c.kind == FormKind::q8_0 ? 34 : c.kind == FormKind::q4_0 ? 18
-                                   : c.kind == FormKind::q4_k ? 144 : c.kind == FormKind::q5_k ? 176 : 210;
+        const std::int64_t block = c.kind < FormKind::q8_0 ? 1 : gguf_block(c.kind).bytes;
         for (std::int64_t i = 0; i < bytes; ++i) {
             if (c.kind == FormKind::f32 && i % 4 == 3) weight[i] = weight[i] & 0x80 | 0x3e;
             if ((c.kind == FormKind::f16 || c.kind == FormKind::bf16) && i % 2) weight[i] = weight[i] & 0x80 | 0x38;
             if (c.kind == FormKind::fp8 && (weight[i] & 127) == 127) weight[i] = 0;
-            if (c.kind == FormKind::mxfp4_gguf && i % 17 == 0) weight[i] = 126;
-            if (c.kind < FormKind::q8_0 || c.kind == FormKind::mxfp4_gguf) continue;
-            const std::int64_t at = i % block - (c.kind == FormKind::q6_k ? 208 : 0);
-            const bool second = c.kind == FormKind::q4_k || c.kind == FormKind::q5_k;
-            if (at == 1 || (second && at == 3)) weight[i] = 0x30;
+            if (c.kind >= FormKind::q8_0) weight[i] = of_block(c.kind, static_cast<int>(i % block), weight[i]);
+        }
+    }
+
+    // A byte of a block: the upper byte of a float16 scale, or what stands for it, is about 2^-6.
+    static std::uint8_t of_block(FormKind kind, int at, std::uint8_t byte) {
+        switch (kind) {
+            case FormKind::mxfp4_gguf: return at == 0 ? 126 : byte;
+            case FormKind::q4_1:
+            case FormKind::q5_1:
+            case FormKind::q4_k:
+            case FormKind::q5_k: return at == 1 || at == 3 ? 0x24 : byte;
+            case FormKind::q2_k: return at == 81 || at == 83 ? 0x24 : byte;
+            case FormKind::q3_k: return at == 109 ? 0x24 : byte;
+            case FormKind::q6_k: return at == 209 ? 0x24 : byte;
+            case FormKind::tq1_0: return at == 53 ? 0x24 : byte;
+            case FormKind::tq2_0: return at == 65 ? 0x24 : byte;
+            case FormKind::iq1_m: return at == 53 ? byte & 15 | 0x40 : at == 55 ? byte & 15 | 0x20 : byte;
+            default: return at == 1 ? 0x24 : byte;
         }
     }
 
@@ -194,12 +207,12 @@ int main(int argc, char**) {
                 cases.push_back({FormKind::nvfp4, ScaleType::e4m3, outputs, inputs, 16, 1, false, false, divides});
         for (const std::int64_t inputs : {32, 96, 544}) {
             cases.push_back({FormKind::mxfp4, ScaleType::e8m0, outputs, inputs, 32, 1, false, false, false});
-            for (const FormKind kind : {FormKind::q8_0, FormKind::q4_0, FormKind::mxfp4_gguf})
-                cases.push_back({kind, ScaleType::none, outputs, inputs, inputs, 1, false, false, false});
         }
-        for (const std::int64_t inputs : {256, 768})
-            for (const FormKind kind : {FormKind::q4_k, FormKind::q5_k, FormKind::q6_k})
+        for (FormKind kind = FormKind::q8_0; kind <= FormKind::tq2_0; kind = static_cast<FormKind>(static_cast<int>(kind) + 1))
+            for (const std::int64_t blocks : {1, 3}) {
+                const std::int64_t inputs = blocks * gguf_block(kind).weights;
                 cases.push_back({kind, ScaleType::none, outputs, inputs, inputs, 1, false, false, false});
+            }
     }
     for (const Case& c : cases)
         if (!check(one, three, c)) {

@@ -10,7 +10,7 @@ from form_cases import FORMS, Parts, expert_form, form, fused_form, random_exper
 
 from tiermoe.errors import FormError
 from tiermoe.kernels.form_ffn import FORM_ACTIVATIONS, FormLayer, form_linear
-from tiermoe.kernels.forms import ExpertForm, MatrixForm
+from tiermoe.kernels.forms import BLOCKS, ExpertForm, MatrixForm
 from tiermoe.kernels.packed_ffn import Threads, instruction_sets
 
 SETS = instruction_sets()
@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("name", FORMS)
 def test_every_weight_is_decoded_to_the_bit(name: str, instruction_set: str) -> None:
     """A row with a single 1 gives a column of the matrix, in the registers of few rows and in the buffer of many."""
-    inputs = 512 if name in ("q4_k", "q5_k", "q6_k") else 288
+    inputs = 512 if BLOCKS.get(name, (32,))[0] == 256 else 288
     of = form(name, 11, inputs)
     parts = random_parts(of, RNG)
     x = np.eye(inputs, dtype=np.float32)
@@ -30,6 +30,15 @@ def test_every_weight_is_decoded_to_the_bit(name: str, instruction_set: str) -> 
     np.testing.assert_array_equal(form_linear(of, parts, x, threads), wanted)
     for row in range(0, inputs, 17):
         np.testing.assert_array_equal(form_linear(of, parts, x[row : row + 1], threads)[0], wanted[row])
+
+
+@pytest.mark.parametrize("name", [kind for kind in BLOCKS if kind.startswith("iq")])
+def test_every_entry_of_a_grid(name: str) -> None:
+    """The largest grid has 2048 entries, of which 65536 are drawn; sizes and signs of few bits come with them."""
+    of = form(name, 2048, 256)
+    parts = random_parts(of, RNG)
+    found = form_linear(of, parts, np.eye(256, dtype=np.float32), Threads())
+    np.testing.assert_array_equal(found, of.dequantize(parts).T)
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
@@ -49,7 +58,8 @@ def test_rows_that_units_do_not_fill(name: str, inputs: int, instruction_set: st
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "nvfp4", "int, 4 bits, order", "int, 8 bits, zeros", "q6_k"])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "nvfp4", "int, 4 bits, order", "int, 8 bits, zeros", "q6_k",
+                                  "q2_k", "iq1_m", "iq3_s", "tq1_0"])  # fmt: skip
 def test_experts_against_float64(name: str, instruction_set: str) -> None:
     of = expert_form(name, 512, 256)
     experts = [random_expert(of, RNG) for _ in range(3)]

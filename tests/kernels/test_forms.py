@@ -231,7 +231,7 @@ def test_parts_and_bytes(name: str) -> None:
     assert sum(array.nbytes for array in parts.values()) == of.nbytes()
     assert of.dequantize(parts).shape == (48, 512)
     assert np.isfinite(of.dequantize(parts)).all()
-    assert np.count_nonzero(of.dequantize(parts)) > 0.8 * 48 * 512
+    assert np.count_nonzero(of.dequantize(parts)) > 0.6 * 48 * 512  # a third of a ternary type's are 0
     of.verify(parts)
 
 
@@ -284,7 +284,9 @@ def test_damaged_parts(name: str) -> None:
         bad = whole["weight"].copy()
         _, size, places = BLOCKS[of.kind]
         blocks = bad.reshape(-1, size)
-        if places:
+        if of.kind == "iq1_m":
+            blocks[-1, [53, 55]] = 255
+        elif places:
             blocks[-1, places[-1] : places[-1] + 2] = np.array([np.nan], np.float16).view(np.uint8)
         else:
             blocks[-1, 0] = 255

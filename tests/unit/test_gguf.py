@@ -353,9 +353,9 @@ FILES: dict[str, tuple[Make, str]] = {
                                   "a part of 3, which its name does not say"),
     **{kind: (of_type(tensor, number), rf"m\.gguf: .*tensor '{tensor}' has the type {kind}.*; .*use a")
        for tensor, number, kind in (
-           (EXPERTS, 10, "Q2_K, which is not supported for experts"),
-           (EXPERTS, 16, "IQ2_XXS, which is not supported for experts"),
-           (EXPERTS, 23, "IQ4_XS, which is not supported for experts"),
+           (EXPERTS, 9, "Q8_1, which is not supported for experts"),
+           (EXPERTS, 40, "NVFP4, which is not supported for experts"),
+           (EXPERTS, 41, "Q1_0, which is not supported for experts"),
            (EXPERTS, 144, "number 144, which today's llama.cpp does not have"),
            (DENSE, 250, "number 250, which today's llama.cpp does not have"),
            (DENSE, 15, "Q8_K, which is not supported"))},

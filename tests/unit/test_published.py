@@ -74,7 +74,7 @@ GGUFS = [  # model type, architecture, types, parts, kv_b in two, sizes
                  {"num_hidden_layers": 3, "kv_lora_rank": 256, "q_lora_rank": 256, "v_head_dim": 64},
                  id="DeepSeek-V2-Lite Q4_K_M"),
     pytest.param("mixtral", "llama", q8_and_q6, 1, False, {}, id="Mixtral Q8_0", marks=pytest.mark.slow),
-    pytest.param("olmoe", "olmoe", all_forms, 1, False, {"num_hidden_layers": 3}, id="OLMoE, all forms"),
+    pytest.param("olmoe", "olmoe", all_forms, 1, False, {"num_hidden_layers": 8}, id="OLMoE, all forms"),
     # tensors that llama.cpp's converter makes of others: DeepSeek's kv_b_proj, gpt-oss's gate and up
     pytest.param("deepseek_v2", "deepseek2", lambda name: "F32", 1, True, {}, id="DeepSeek, kv_b in two"),
     pytest.param("gpt_oss", "gpt-oss", gpt_oss, 1, False, {}, id="gpt-oss"),
