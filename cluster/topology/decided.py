@@ -70,7 +70,7 @@ def _terms(
     item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
     terms = AutoBudget(
-        dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
+        dense=facts.dense_bytes(item, gpu), kv=facts.kv_elements * item * tokens,
         activations=activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, settings.attention),
         slot=slot, least=least_bytes(settings.policy, sizes) or slot, most=slot * facts.layers * facts.experts,
         chunk=rows, tokens=tokens,
