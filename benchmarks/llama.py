@@ -67,13 +67,13 @@ def write_gguf(model_dir: Path, file: Path) -> Path:
 
 def save_gguf_blocks(
     config: dict[str, Any], dense: Mapping[str, Any], experts: Iterator[tuple[int, Mapping[str, Any]]], file: Path,
-    blocks: str = "Q8_0",
+    blocks: str = "Q8_0", dense_blocks: str = "F32",
 ) -> None:  # fmt: skip
-    """Write a Qwen3-MoE model as one GGUF file: experts in blocks of a type, the rest in 32-bit floats.
+    """Write a Qwen3-MoE model as one GGUF file: matrices in blocks of types, norms and routers in 32-bit floats.
 
     Args:
         dense: tensors by transformers' name. experts: as `random_model` makes them, for each layer in turn; one that
-            comes again is quantized once. blocks: GGML's name of the type.
+            comes again is quantized once. blocks: GGML's name of the experts' type. dense_blocks: of the others'.
 
     Raises:
         UnsupportedModelError: GGUF has no place for a tensor.
@@ -86,20 +86,25 @@ def save_gguf_blocks(
     if None in places.values():
         homeless = next(name for name, place in places.items() if place is None)
         raise UnsupportedModelError(f"GGUF has no place for the tensor {homeless}", "use the default model")
-    parts = {place: dense[name].float().numpy() for name, place in places.items()}
+    plain, others = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType[dense_blocks]
+    parts = {}
+    for name, place in places.items():
+        array = dense[name].float().numpy()
+        to = others if array.ndim == 2 and "ffn_gate_inp" not in place else plain
+        parts[place] = (gguf.quantize(array, to), to)
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
     sizes = dict.fromkeys(("gate_proj", "up_proj"), (width, hidden)) | {"down_proj": (hidden, width)}
     writer = gguf.GGUFWriter(file, "qwen3moe")
     _add_shape(writer, config)
-    for name, array in parts.items():
-        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes)
+    for name, (array, to) in parts.items():
+        writer.add_tensor_info(name, array.shape, array.dtype, array.nbytes, None if to == plain else to)
     for layer, (name, place) in itertools.product(range(layers), _PLACES.items()):
         shape = gguf.quant_shape_to_byte_shape((count, *sizes[name]), kind)
         writer.add_tensor_info(f"blk.{layer}.{place}.weight", shape, np.dtype(np.uint8), math.prod(shape), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for array in parts.values():
+    for array, _ in parts.values():
         writer.write_tensor_data(array)
     quantized: dict[int, dict[str, Any]] = {}
     for _ in range(layers):

@@ -54,7 +54,7 @@ def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | No
         (folder / "config.json").write_text(json.dumps(config))
         dense = {name: tensor for part in _dense(shape) for name, tensor in part.items()}
         kind = "Q4_0" if form is Form.Q4_0 else "Q8_0"
-        save_gguf_blocks(config, dense, experts, folder / "model.gguf", kind)
+        save_gguf_blocks(config, dense, experts, folder / "model.gguf", kind, "Q8_0")
         return folder
     from tiermoe.cluster.checkpoints.plan import raw_bytes, type_code
     from tiermoe.cluster.jobs.prepare.writer import write_tensors

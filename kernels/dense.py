@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from . import _cpu
+from .form_ffn import matrix_numbers
+from .forms import MatrixForm, Parts
 
 if TYPE_CHECKING:
     from typing_extensions import CapsuleType
@@ -61,7 +63,8 @@ class Builder:
     def __init__(self) -> None:
         self._steps: list[_Step] = []
         self._segments: list[int] = []
-        self._alive: list[torch.Tensor] = []
+        self._matrices: list[tuple[int, ...]] = []
+        self._alive: list[Any] = []
         self._count = 0
         self.layers: list[int] = []  # of the model, that attend
 
@@ -88,6 +91,18 @@ class Builder:
             raise ValueError(f"a product of {a.width} numbers with {weight.dtype} {tuple(weight.shape)}")
         self._alive.append(weight)
         self.step("linear", _WEIGHTS[weight.dtype], out, a, c=bias, p=[weight.data_ptr()], rounded=rounded)
+
+    def form_linear(self, out: Value, a: Value, form: MatrixForm, parts: Parts) -> None:
+        """out [n] = a [k] @ weight.T, with weight in a published form; its parts are not copied.
+
+        Raises:
+            FormError: the parts are not those of the form, not contiguous or not aligned.
+        """
+        if (form.outputs, form.inputs) != (out.width, a.width):
+            raise ValueError(f"a product of {a.width} numbers with a matrix {[form.outputs, form.inputs]}")
+        self._alive.append(parts)
+        self._matrices.append(matrix_numbers(parts, form))
+        self.step("linear", _FORM, out, a, p=[len(self._matrices) - 1])
 
     def attend(
         self, out: Value, query: Value, key: Value, value: Value, sinks: torch.Tensor | None, layer: int,
@@ -130,8 +145,8 @@ class Builder:
             floats.append([*step.f, *([0.0] * (2 - len(step.f)))])
         numbers = np.array(ints, np.int64).reshape(-1, _INTS), np.array(floats, np.float64).reshape(-1, 2)
         made = _cpu.dense_program(
-            numbers[0].ctypes.data, numbers[1].ctypes.data, len(ints), self._segments, arena, max_rows,
-            len(self.layers), groups, threads,
+            numbers[0].ctypes.data, numbers[1].ctypes.data, len(ints), self._segments, self._matrices, arena,
+            max_rows, len(self.layers), groups, threads,
         )  # fmt: skip
         return Program(made, max_rows, self._alive)
 
@@ -166,6 +181,7 @@ class _Step:
 
 
 _WEIGHTS: dict[torch.dtype, Literal[0, 1]] = {torch.float32: 0, torch.bfloat16: 1}
+_FORM = 2  # of a product's weights, beside those
 
 
 def _address(value: Value) -> int:
@@ -178,7 +194,7 @@ class Program:
     max_rows: of a step.
     """
 
-    def __init__(self, made: _cpu.Program, max_rows: int, alive: list[torch.Tensor]) -> None:
+    def __init__(self, made: _cpu.Program, max_rows: int, alive: list[Any]) -> None:
         self._made, self.max_rows, self._alive = made, max_rows, alive
         self._bound: list[torch.Tensor] = []
 

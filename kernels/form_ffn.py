@@ -73,7 +73,7 @@ def form_linear(form: MatrixForm, parts: Parts, x: NDArray[np.float32], threads:
         ValueError: x is not contiguous float32 [n, inputs], or `order` is out of range.
     """
     out = np.empty((len(x), form.outputs), np.float32)
-    _cpu.form_linear(*threads.handle, _matrix(parts, form), x, out)
+    _cpu.form_linear(*threads.handle, matrix_numbers(parts, form), x, out)
     return out
 
 
@@ -87,7 +87,7 @@ def form_activation(activation: str) -> int:
 def _expert(parts: Parts, form: ExpertForm) -> tuple[_Numbers, _Numbers, _Numbers, _Numbers]:
     """An `Expert` of neuron_module.cpp."""
     form.check(parts)
-    matrices = {name: _matrix(form.of(name, parts), matrix) for name, matrix in form.matrices.items()}
+    matrices = {name: matrix_numbers(form.of(name, parts), matrix) for name, matrix in form.matrices.items()}
     down = matrices["down"]
     if form.gate_up is None:
         return matrices["gate"], matrices["up"], down, (0, 1, 0, 1, 0, 0, 0)
@@ -97,8 +97,12 @@ def _expert(parts: Parts, form: ExpertForm) -> tuple[_Numbers, _Numbers, _Number
     return both, both, down, (*rows, _ELEMENTS[form.bias], *biases)
 
 
-def _matrix(parts: Parts, form: MatrixForm) -> _Numbers:
-    """A `Matrix` of neuron_module.cpp."""
+def matrix_numbers(parts: Parts, form: MatrixForm) -> _Numbers:
+    """A `MatrixNumbers` of bindings.hpp: sizes, and the addresses of parts, which the caller keeps alive.
+
+    Raises:
+        FormError: the parts are not those of the form, not contiguous or not aligned.
+    """
     form.check(parts)
     kind = _INT_KINDS[form.bits] if form.kind == "int" else _KINDS[form.kind]
     block = {"fp8_block": form.block, "fp8_tensor": form.outputs}.get(form.kind, 1)

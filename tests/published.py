@@ -107,7 +107,7 @@ class Release:
 
 
 def write(release: Release, folder: Path) -> tuple[Path, Path]:
-    """The checkpoint as published, and the plain one of its dequantized values: experts float32, the rest rounded."""
+    """The checkpoint as published, and the plain one of its dequantized values in float32."""
     head = {} if release.model_type.startswith("deepseek") else {"head_dim": 64}
     plain = save_tiny_checkpoint(release.model_type, folder / "plain", **{**SIZES, **head, **release.sizes})
     tensors = {name: t.to(release.dtype) for name, t in load_file(plain / "model.safetensors").items()}
@@ -122,7 +122,7 @@ def write(release: Release, folder: Path) -> tuple[Path, Path]:
             parts, values = release.quantize(tensor.float())
             module = name.removesuffix(".weight")
             published |= {module + suffix: part for suffix, part in parts.items()}
-            oracle[name] = values if ".experts." in name else values.to(release.dtype).float()
+            oracle[name] = values
     config = json.loads((plain / "config.json").read_text())
     config["dtype"] = str(release.dtype).removeprefix("torch.")
     _save(plain, folder / "published", published, config, release)
@@ -276,7 +276,8 @@ def write_gguf(
         for i, member in enumerate(members):
             back = _as_loaded(name, values[i] if name in stacks else values, architecture, config)
             exact = torch.from_numpy(np.ascontiguousarray(back, np.float32)).reshape(tensors[member].shape)
-            kept = name in stacks or "_exps" in name or config.get("dtype") == "float32"
+            plain_numbers = kind.name in ("F32", "F16", "BF16") and not (name in stacks or "_exps" in name)
+            kept = not plain_numbers or config.get("dtype") == "float32"
             oracle[member] = exact if kept else exact.bfloat16().float()
     if architecture == "gpt-oss":
         oracle = _gate_and_up_together(oracle)

@@ -11,6 +11,7 @@ from ..store.files import StoreView
 from ..store.format import Published
 from .cache.device import PinReport
 from .engine import ExpertEngine
+from .model.published_linear import held_parameters, published_bytes
 from .peers.shards import account, owners
 from .serving.batcher import Batcher
 from .stats import EngineStats
@@ -24,7 +25,7 @@ def describe(
 ) -> dict[str, Any]:
     """The plan as flat names and values; sizes in bytes. pinned: None: nothing is pinned on this device."""
     manifest, stats, policy = view.manifest, engine.stats(), settings.policy
-    dense = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.is_meta}  # tied parameters once
+    dense = {p.data_ptr(): p.nbytes for p in held_parameters(model)}  # tied parameters once
     emulated = engine.device.executor == "emulated"
     return {
         "model": manifest.model,
@@ -50,7 +51,7 @@ def describe(
         "expert_bytes_allocated": stats.expert_bytes_peak,
         "budget_auto": None if (auto := settings.budget.auto) is None else auto.in_terms,
         "shared": None if stats.shared is None else asdict(stats.shared),
-        "dense_bytes": sum(dense.values()),
+        "dense_bytes": sum(dense.values()) + published_bytes(model),
         "store_path": view.path,
         "store_bytes": sum(record.nbytes for record in manifest.files()),
         "expert_kernel": engine.kernels.plan.as_dict(),

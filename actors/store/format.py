@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from ...errors import FormError, StoreError, TierMoeError
-from ...kernels.forms import ExpertForm, layout_bytes
+from ...kernels.forms import ExpertForm, MatrixForm, layout_bytes
 
 
 class Record(BaseModel):
@@ -267,6 +267,11 @@ def layer_name(index: int) -> str:
     return f"layer-{index:03d}.safetensors"
 
 
+def part_tensor(name: str, part: str) -> str:
+    """Name in the dense file of a part of a parameter in its published form."""
+    return f"{name}:{part}"
+
+
 class FileRecord(Record):
     """A file of the store."""
 
@@ -298,9 +303,14 @@ class TiedWeight(Record):
 
 
 class DenseFile(FileRecord):
-    """Everything that is not a routed expert, under the names of `model.state_dict()`."""
+    """Everything that is not a routed expert, under the names of `model.state_dict()`.
+
+    forms: of matrices that stay in their published form, whose parts are tensors named by `part_tensor`.
+    """
 
     tied: tuple[TiedWeight, ...]
+    # left out without one, so that the checksums of stores that were made before it hold
+    forms: dict[str, MatrixForm] = Field(default_factory=dict, exclude_if=lambda forms: not forms)
 
 
 class SourceFile(Record):

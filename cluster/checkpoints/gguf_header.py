@@ -431,6 +431,17 @@ def typed_tensors(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
+def published_gguf(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[int, int]:
+    """Numbers and bytes of a dense part's matrices that stay in blocks. tensors: as `typed_tensors` has them."""
+    numbers = nbytes = 0
+    for kind, shape in tensors.values():
+        if len(shape) == 2 and FORM_OF.get(_Type[kind]) in BLOCKS:
+            weights, size = GGML_QUANT_SIZES[_Type[kind]]
+            numbers += math.prod(shape)
+            nbytes += math.prod(shape) // weights * size
+    return numbers, nbytes
+
+
 def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[ExpertForm, bool]]:
     """The form of each MoE layer's experts, and whether they are mapped. tensors: as `typed_tensors` has them.
 

@@ -21,7 +21,7 @@ from .gguf_config import KNOWN, SHORT_AND_LONG, Rope, check_config, contradictio
 from .gguf_delta_net import is_zero_centered, linear_attention
 from .gguf_header import REWRITE, Header
 from .matrices import Entry
-from .plan import ExpertsModule, Group, Plan, Transform, target_dtype
+from .plan import ExpertsModule, Group, Plan, RowTransform, Transform, target_dtype
 
 _PERMUTED = ("llama", "granitemoe")  # converters that put the halves of a head's rotation side by side
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -147,7 +147,7 @@ class _Names:
                 return [], None
         entry = self._tensors[full]
         if (heads := self._permuted(full)) and entry.spec.shape == shape:
-            return self._take(full), lambda tensors: _unpermuted(tensors[0], heads)
+            return self._take(full), RowTransform(heads=heads)
         if is_zero_centered(self._architecture, name) and entry.spec.shape == shape:
             return self._take(full), lambda tensors: tensors[0].float() - 1
         if entry.spec.shape != shape and entry.spec.shape == tuple(size for size in shape if size != 1):
@@ -187,13 +187,7 @@ class _Names:
         first = sum(rows[part] for part in "qkv"[: "qkv".index(match[2])])
         if self._tensors[joined].spec.shape != (sum(rows.values()), *shape[1:]):
             raise CheckpointError(f"{self._header.name}: {joined} does not have {sum(rows.values())} rows", REWRITE)
-        heads = self._permuted(full)
-
-        def part(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            own = tensors[0][first : first + shape[0]].contiguous()
-            return _unpermuted(own, heads) if heads else own
-
-        return self._take(joined), part
+        return self._take(joined), RowTransform(first, shape[0], self._permuted(full))
 
     def expert(self, module: ExpertsModule, stored: str) -> list[tuple[str, Entry]]:
         """The stacked tensors of a layer's experts: named "gate" and "up", or by their parameter."""
@@ -234,10 +228,3 @@ class _Names:
             return both.reshape(-1, both.shape[-1])
 
         return self._take(*names), joined
-
-
-def _unpermuted(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """The inverse of the converter's `LlamaModel.permute`: rows [heads, size / 2, 2] -> [heads, 2, size / 2]."""
-    halves = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
-

@@ -293,6 +293,26 @@ Transform = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
+class RowTransform:
+    """Takes whole rows of one tensor, whatever a row is: numbers, or the blocks of a published form.
+
+    first, count: the rows that it takes; count 0: all. heads: whose halves the converter interleaved row by row, which
+    is undone; 0: it did not.
+    """
+
+    first: int = 0
+    count: int = 0
+    heads: int = 0
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        own = tensors[0][self.first : self.first + self.count] if self.count else tensors[0]
+        if self.heads:  # the inverse of `LlamaModel.permute`: rows [heads, size / 2, 2] -> [heads, 2, size / 2]
+            halves = own.reshape(self.heads, own.shape[0] // self.heads // 2, 2, *own.shape[1:])
+            own = halves.transpose(1, 2).reshape(own.shape)
+        return own.contiguous()
+
+
+@dataclass(frozen=True)
 class Group:
     """The checkpoint tensors of one conversion.
 

@@ -126,7 +126,7 @@ def _terms(
     item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
     terms = AutoBudget(
-        dense=facts.dense_elements * item, kv=facts.kv_elements * item * tokens,
+        dense=facts.dense_bytes(item, gpu), kv=facts.kv_elements * item * tokens,
         states=facts.state_bytes * kv.max_num_seqs,
         activations=_activations(settings, facts, gpu, rows),
         graphs=graph_bytes(_sizes(facts), facts.layers, kv.max_num_seqs, tokens, item)

@@ -19,7 +19,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_valida
 from ...actors.base_settings import Settings
 from ...actors.gpu_driver import gpu_count
 from ...actors.settings import EngineSettings
-from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, read_manifest
+from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, part_tensor, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ...kernels.forms import ExpertForm
 from ...limits import host_free_bytes, usable_cores
@@ -53,6 +53,7 @@ _STATE_BYTES = 4  # of a number: transformers keeps states in float32
 _SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
 _NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 _PLAIN = frozenset(("F32", "F16", "BF16"))
+_CODES = frozenset(("F8_E4M3", "U8", "I8", "I32"))  # of quantized weights
 _MOST = 1 << 22  # of any size, and of experts in all layers: a plan holds lists of them
 _DTYPES: Mapping[str, Literal[2, 4]] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -67,8 +68,15 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
     """
     manifest, config = read_manifest(store), load_model_config(model_dir)
     file = store / manifest.dense.file
-    dense = _elements(shape for _, shape in tensors_of(file).values()) if file.is_file() else None
     item, shape = ITEM_BYTES[DTYPE_CODES[manifest.dtype]], manifest.experts
+    forms = manifest.dense.forms
+    published = sum(form.outputs * form.inputs for form in forms.values())
+    published_bytes = sum(form.nbytes() for form in forms.values())
+    if file.is_file():
+        parts = {part_tensor(name, part) for name, form in forms.items() for part in form.parts()}
+        plain = _elements(found for name, (_, found) in tensors_of(file).items() if name not in parts)
+    else:
+        plain = (manifest.dense.nbytes - published_bytes) // item
     return ModelFacts(
         name=manifest.model,
         layers=len(manifest.layers),
@@ -78,7 +86,9 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
         intermediate=shape.intermediate,
         gates=shape.gates,
         expert_elements=shape.elements(),
-        dense_elements=manifest.dense.nbytes // item if dense is None else dense,
+        dense_elements=plain + published,
+        published_elements=published,
+        published_bytes=published_bytes,
         kv_elements=_kv_elements(config, model_dir),
         item_bytes=item,
         source=f"store {store}",
@@ -115,6 +125,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         from ..checkpoints.gguf_header import (  # the package takes 0.2 s
             expert_forms,
             gguf_files,
+            published_gguf,
             read_experts,
             typed_tensors,
         )
@@ -138,6 +149,8 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     packed = not gguf and any(code not in _NUMBERS for code, _ in rest)  # several numbers in one
     estimated = not rest or packed
     dense = _dense_elements(config, model_dir, layers) if estimated else _elements(shape for _, shape in rest)
+    of_dense = {name: found for name, found in tensors.items() if name not in routed}
+    published = published_gguf(of_dense) if gguf else _published_matrices(of_dense, dense)
     return ModelFacts(
         name=name_of(model_dir),
         layers=layers,
@@ -152,6 +165,8 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         item_bytes=item,
         source=source,
         dense_estimated=estimated,
+        published_elements=published[0],
+        published_bytes=published[1],
         **_activation_facts(config, model_dir),
         **_published_facts(form, experts, [mapped for _, mapped in forms or ()]),
     )
@@ -207,6 +222,17 @@ def _expected_forms(
         code = next(iter(there & _PLAIN), plain_code)
         found.append(expected or (plain_experts(code, hidden, width), True))
     return None if kept == len(layers) else found
+
+
+def _published_matrices(tensors: Mapping[str, tuple[str, tuple[int, ...]]], dense: int) -> tuple[int, int]:
+    """Numbers and bytes of the quantized matrices of a dense part of so many numbers, by its tensors' types."""
+    scales = {name for name in tensors if _SCALES.search(name)}
+    packed = {name for name, (code, _) in tensors.items() if code in _CODES} - scales
+    if not packed:
+        return 0, 0
+    numbers = dense - _elements(shape for name, (_, shape) in tensors.items() if name not in packed | scales)
+    nbytes = sum(math.prod(tensors[name][1]) * ITEM_BYTES[tensors[name][0]] for name in packed | scales)
+    return max(0, numbers), nbytes
 
 
 def _elements(shapes: Iterable[Sequence[int]]) -> int:

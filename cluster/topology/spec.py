@@ -59,6 +59,8 @@ class ModelFacts:
             may be: there are no such states, and keys are no latents and not chosen by an index.
         item_bytes: of one number as stored.
         source: where the figures come from, for people.
+        published_elements, published_bytes: of those, and of the matrices that hold them, what stays in its published
+            form.
         dense_estimated: whether `dense_elements` is computed from the configuration and not read from files.
         form: published form in which experts stay, such as "fp8_block"; None: they are numbers of `item_bytes`.
         form_bytes: of one expert in that form as a slot holds it; of the largest, where layers differ.
@@ -82,6 +84,8 @@ class ModelFacts:
     item_bytes: int
     source: str
     dense_estimated: bool = False
+    published_elements: int = 0
+    published_bytes: int = 0
     form: str | None = None
     form_bytes: int = 0
     form_width: int = FULL_BITS
@@ -108,6 +112,15 @@ class ModelFacts:
         """Bytes of one expert of a layer as stored."""
         return self.layer_form_bytes[layer] if self.layer_form_bytes else self.expert_bytes
 
+    def dense_bytes(self, item: int, gpu: bool) -> int:
+        """Bytes of the dense part on a device that computes in numbers of `item` bytes.
+
+        On a CPU in float32 published matrices stay as they are (`engine.model.published_linear`).
+        """
+        if gpu or item != 4:
+            return self.dense_elements * item
+        return (self.dense_elements - self.published_elements) * item + self.published_bytes
+
     @property
     def all_bytes(self) -> int:
         """Bytes of all experts as stored."""
@@ -116,7 +129,8 @@ class ModelFacts:
     @property
     def store_bytes(self) -> int:
         """Bytes that the store takes on disk."""
-        return self.all_bytes - self.mapped_bytes + self.dense_elements * self.item_bytes
+        plain = (self.dense_elements - self.published_elements) * self.item_bytes
+        return self.all_bytes - self.mapped_bytes + plain + self.published_bytes
 
 
 @dataclass(frozen=True)
@@ -237,7 +251,7 @@ def cluster_spec(
         budget_bytes=0 if mapped else divide(policy, settings.budget, slot_sizes(settings, facts, item)).budget,
         slot_bytes=slot_bytes,
         compute_item_bytes=item,
-        dense_bytes=facts.dense_elements * item,
+        dense_bytes=facts.dense_bytes(item, gpu),
         kv_bytes=facts.kv_elements * item * settings.kv.num_blocks * settings.kv.page_size
         + facts.state_bytes * settings.kv.max_num_seqs,
         gpu_memory_bytes=cluster.gpu_memory,

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
@@ -11,6 +12,7 @@
 #include <string>
 #include <type_traits>
 
+#include "forms.hpp"
 #include "sizes.hpp"
 #include "table.hpp"
 
@@ -100,6 +102,11 @@ class Array {
   private:
     Py_buffer view_{};
 };
+
+// A matrix in a published form: kind, scale_type, divides, outputs, inputs, group, block, and the addresses of weight,
+// scale, zero, global_scale and order, 0 for none.
+using MatrixNumbers = std::array<std::int64_t, 12>;
+FormMatrix matrix_of(const MatrixNumbers& numbers);  // neuron_module.cpp; refuses what does not fit together
 
 void bind_decode(nb::module_& m);      // decode_module.cpp
 void bind_dense(nb::module_& m);       // dense_module.cpp

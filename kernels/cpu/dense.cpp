@@ -452,10 +452,11 @@ void move_out(DenseType type, const float* a, std::int64_t n, void* to) {
 
 // --- the program ---------------------------------------------------------------------------------------------
 
-DenseProgram::DenseProgram(std::vector<DenseStep> steps, std::vector<std::int64_t> segments, std::int64_t arena_floats,
-                           std::int64_t max_rows, std::int64_t layers, std::int64_t groups, int threads)
-    : steps_(std::move(steps)), segments_(std::move(segments)), arena_floats_(arena_floats), max_rows_(max_rows),
-      group_count_(static_cast<std::size_t>(groups)), caches_(static_cast<std::size_t>(layers)),
+DenseProgram::DenseProgram(std::vector<DenseStep> steps, std::vector<std::int64_t> segments,
+                           std::vector<FormMatrix> matrices, std::int64_t arena_floats, std::int64_t max_rows,
+                           std::int64_t layers, std::int64_t groups, int threads)
+    : steps_(std::move(steps)), segments_(std::move(segments)), matrices_(std::move(matrices)),
+      arena_floats_(arena_floats), max_rows_(max_rows), group_count_(static_cast<std::size_t>(groups)), caches_(static_cast<std::size_t>(layers)),
       scores_(static_cast<std::size_t>(threads)) {
     if (max_rows_ < 1 || max_rows_ > 1024) bad("the rows are not in 1..1024", max_rows_);
     if (arena_floats_ < 0 || arena_floats_ > 1ll << 32) bad("the arena is out of range", arena_floats_);
@@ -467,7 +468,7 @@ DenseProgram::DenseProgram(std::vector<DenseStep> steps, std::vector<std::int64_
             const DenseStep& step = steps_[static_cast<std::size_t>(from)];
             check(step);
             if (step.code == DenseCode::load || step.code == DenseCode::store) io = std::max(io, step.p[0] + 1);
-            if (step.code == DenseCode::linear) bytes += step.a.width * step.out.width * (step.kind == 1 ? 2 : 4);
+            if (step.code == DenseCode::linear) bytes += product_bytes(step);
         }
         io_.push_back(io);
         bytes_.push_back(bytes);
@@ -499,8 +500,14 @@ void DenseProgram::check(const DenseStep& s) const {
         check_operand(s.a, -1, false);
     switch (s.code) {
         case DenseCode::linear:
-            if (!s.p[0]) bad("a product has no weight", 0);
             check_operand(s.c, n, true);
+            if (s.kind == 2) {
+                if (s.p[0] < 0 || s.p[0] >= static_cast<std::int64_t>(matrices_.size())) bad("there is no such matrix", s.p[0]);
+                const FormMatrix& matrix = matrices_[static_cast<std::size_t>(s.p[0])];
+                if (matrix.inputs != s.a.width || matrix.outputs != n) bad("a matrix has another width", matrix.outputs);
+            } else if (!s.p[0]) {
+                bad("a product has no weight", 0);
+            }
             break;
         case DenseCode::binary:
             check_operand(s.b, -1, false);
@@ -598,11 +605,24 @@ void DenseProgram::begin(std::int64_t rows, std::int64_t sequences, const std::i
     rows_ = rows, sequences_ = sequences, cu_rows_ = cu_rows, current_ = std::move(groups);
 }
 
+std::int64_t DenseProgram::product_bytes(const DenseStep& s) const {
+    if (s.kind != 2) return s.out.width * s.a.width * (s.kind == 1 ? 2 : 4);
+    return s.out.width * matrices_[static_cast<std::size_t>(s.p[0])].row_bytes();
+}
+
 void DenseProgram::linear(const DenseStep& s) {
     const std::int64_t k = s.a.width, n = s.out.width;
     const float* bias = s.c.constant;
     const float* x = row(s.a, 0);
     float* out = row(s.out, 0);
+    const bool shared = threads_ && product_bytes(s) >= kThreadedBytes;
+    if (s.kind == 2) {
+        constexpr int kBestSet = 0;
+        form_linear(shared ? *threads_ : alone_, kBestSet, matrices_[static_cast<std::size_t>(s.p[0])], x, rows_, out);
+        for (std::int64_t r = 0; bias && r < rows_; ++r)
+            for (std::int64_t i = 0; i < n; ++i) out[r * n + i] += bias[i];
+        return;
+    }
     const auto part = [&](std::int64_t first, std::int64_t last) {
         const float* own = bias ? bias + first : nullptr;
         if (s.kind == 1)
@@ -612,7 +632,7 @@ void DenseProgram::linear(const DenseStep& s) {
             product_f32(x, rows_, reinterpret_cast<const float*>(s.p[0]) + first * k, k, last - first, out + first, n,
                         own);
     };
-    if (!threads_ || n * k * (s.kind == 1 ? 2 : 4) < kThreadedBytes) return part(0, n);
+    if (!shared) return part(0, n);
     const std::int64_t jobs = threads_->count() * 2;
     const std::lock_guard<std::mutex> lock(threads_->busy());
     threads_->run(jobs, [&](std::int64_t job, int) {

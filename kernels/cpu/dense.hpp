@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "forms.hpp"
 #include "threads.hpp"
 
 namespace tiermoe {
@@ -55,9 +56,10 @@ struct DenseCache {  // of one layer; rows of `stride` elements
 
 class DenseProgram {
    public:
-    // Throws std::invalid_argument: a number out of range. segments: ends of each segment in `steps`.
-    DenseProgram(std::vector<DenseStep> steps, std::vector<std::int64_t> segments, std::int64_t arena_floats,
-                 std::int64_t max_rows, std::int64_t layers, std::int64_t groups, int threads);
+    // Throws std::invalid_argument: a number out of range. segments: ends of each segment in `steps`. matrices: in their
+    // published forms; a product of kind 2 names one in p[0].
+    DenseProgram(std::vector<DenseStep> steps, std::vector<std::int64_t> segments, std::vector<FormMatrix> matrices,
+                 std::int64_t arena_floats, std::int64_t max_rows, std::int64_t layers, std::int64_t groups, int threads);
 
     void bind(std::int64_t layer, const DenseCache& cache);
     // sequences: cu_rows has one more entry; the rows of all are `rows`.
@@ -79,10 +81,12 @@ class DenseProgram {
         return arena_.get() + operand.at * max_rows_ + r * operand.width;
     }
     void linear(const DenseStep& step);
+    std::int64_t product_bytes(const DenseStep& step) const;  // of a product's weights
     void attend(const DenseStep& step);
 
     const std::vector<DenseStep> steps_;
     const std::vector<std::int64_t> segments_;
+    const std::vector<FormMatrix> matrices_;
     const std::int64_t arena_floats_, max_rows_;
     const std::size_t group_count_;
     std::unique_ptr<float[]> arena_store_;
@@ -97,6 +101,7 @@ class DenseProgram {
     std::int64_t rows_ = 0, sequences_ = 0;
     const std::int32_t* cu_rows_ = nullptr;
     std::unique_ptr<Threads> threads_;  // null: one thread
+    Threads alone_{1, {}};              // for what is too small for more
 };
 
 // out[r] = x[r] . weight^T + bias: the scores of one or more routers on rows of their input, apart from any program.

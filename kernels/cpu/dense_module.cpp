@@ -2,6 +2,7 @@
 // program is checked when it is built, and the numbers of a step when it begins.
 #include "dense.hpp"
 
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -34,12 +35,16 @@ DenseStep step_of(const std::int64_t* ints, const double* floats) {
 }
 
 DenseProgram* program(std::uintptr_t ints, std::uintptr_t floats, std::int64_t count, std::vector<std::int64_t> segments,
-                      std::int64_t arena, std::int64_t rows, std::int64_t layers, std::int64_t groups, std::int64_t threads) {
+                      const std::vector<MatrixNumbers>& matrices, std::int64_t arena, std::int64_t rows,
+                      std::int64_t layers, std::int64_t groups, std::int64_t threads) {
     if (count < 0 || layers < 0 || groups < 0 || threads < 1 || threads > 1024) refuse("a size is out of range", count);
     std::vector<DenseStep> steps;
     for (std::int64_t i = 0; i < count; ++i)
         steps.push_back(step_of(at<const std::int64_t>(ints) + i * kInts, at<const double>(floats) + i * kFloats));
-    return new DenseProgram(std::move(steps), std::move(segments), arena, rows, layers, groups, static_cast<int>(threads));
+    std::vector<FormMatrix> forms;
+    for (const MatrixNumbers& numbers : matrices) forms.push_back(matrix_of(numbers));
+    return new DenseProgram(std::move(steps), std::move(segments), std::move(forms), arena, rows, layers, groups,
+                            static_cast<int>(threads));
 }
 
 using Group = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::int64_t>;
@@ -103,9 +108,10 @@ void bind_dense(nb::module_& m) {
           "A router's scores on a few rows. softmax: over each so many outputs; 0: none.\n\n"
           "Raises ValueError: `out` has another size.");
     nb::class_<DenseProgram>(m, "Program", "A program of row operators, with its threads; see dense.hpp.");
-    m.def("dense_program", &program, "ints"_a, "floats"_a, "count"_a, "segments"_a, "arena"_a, "rows"_a, "layers"_a,
+    m.def("dense_program", &program, "ints"_a, "floats"_a, "count"_a, "segments"_a, "matrices"_a, "arena"_a, "rows"_a, "layers"_a,
           "groups"_a, "threads"_a,
-          "ints and floats are the addresses of [count, 25] int64 and [count, 2] float64.\n\n"
+          "ints and floats are the addresses of [count, 25] int64 and [count, 2] float64. matrices: in published forms, as\n"
+          "`MatrixNumbers` has them.\n\n"
           "Raises ValueError: a number of a step is out of range; OSError: a thread cannot be started.");
     m.def("dense_bind", [](DenseProgram& program, std::int64_t layer, std::uintptr_t keys, std::uintptr_t values,
                            std::int64_t key_stride, std::int64_t value_stride, bool bf16) {

@@ -158,18 +158,17 @@ void gptq(Threads& threads, std::int64_t set, std::int64_t outputs, std::int64_t
 
 // --- published forms ---------------------------------------------------------------------------------------
 
-// kind, scale_type, divides, outputs, inputs, group, block, and the addresses of weight, scale, zero, global_scale and
-// order, 0 for none
-using Matrix = std::array<std::int64_t, 12>;
 // gate, up, down, (gate_first, gate_step, up_first, up_step, bias_type, gate_up_bias, down_bias)
-using Expert = std::tuple<Matrix, Matrix, Matrix, std::array<std::int64_t, 7>>;
+using Expert = std::tuple<MatrixNumbers, MatrixNumbers, MatrixNumbers, std::array<std::int64_t, 7>>;
 
 template <typename T>
 const T* part(std::int64_t address) {
     return at<const T>(static_cast<std::uintptr_t>(address));
 }
 
-FormMatrix matrix_of(const Matrix& n) {
+}  // namespace
+
+FormMatrix matrix_of(const MatrixNumbers& n) {
     for (int i = 3; i < 7; ++i)
         if (n[i] < 1 || n[i] >= kSizeMax) refuse("a size is out of range", n[i]);
     check_product({n[3], n[4]});
@@ -179,6 +178,8 @@ FormMatrix matrix_of(const Matrix& n) {
     if (!matrix.fits()) refuse("the parts do not fit to a matrix of kind", n[0]);
     return matrix;
 }
+
+namespace {
 
 FormExpert expert_of(const Expert& given, const FormLayer& layer) {
     const auto& [gate, up, down, n] = given;
@@ -274,7 +275,7 @@ nb::capsule full_experts(Threads& threads, std::int64_t set, std::int64_t activa
                                              max_rows);
 }
 
-void linear(Threads& threads, std::int64_t set, const Matrix& numbers, const Rows& x, const Array<float, 2>& out) {
+void linear(Threads& threads, std::int64_t set, const MatrixNumbers& numbers, const Rows& x, const Array<float, 2>& out) {
     check_set(set);
     const FormMatrix matrix = matrix_of(numbers);
     if (x.shape(1) != matrix.inputs || out.shape(0) != x.shape(0) || out.shape(1) != matrix.outputs)

@@ -9,11 +9,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from form_cases import FORMS, form, random_parts
 from torch.nn import functional
 
 from tiermoe.kernels.dense import BINARY, TYPES, UNARY, Builder, Program, Value
+from tiermoe.kernels.form_ffn import form_linear
+from tiermoe.kernels.packed_ffn import Threads
 
 Make = Callable[[Builder, list[Value]], Value]
 
@@ -57,6 +61,26 @@ def test_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -
         found = run(make, x, threads=threads)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         assert torch.equal(found, run(make, x))  # threads change no bit
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", FORMS)
+def test_products_with_published_matrices(name: str, threads: int) -> None:
+    """The bits of the kernel of that form; and a matrix of another width is refused."""
+    of = form(name, 2100, 512)
+    parts = random_parts(of, np.random.default_rng(0))
+    for rows in (1, 2, 7):
+        x = random(rows, 512)
+
+        def make(builder: Builder, values: list[Value]) -> Value:
+            out = builder.new((2100,))
+            builder.form_linear(out, values[0], of, parts)
+            return out
+
+        expected = torch.from_numpy(form_linear(of, parts, x.numpy(), Threads()))
+        assert torch.equal(run(make, x, threads=threads), expected)
+    with pytest.raises(ValueError, match="a product of 512 numbers"):
+        run(lambda b, v: b.form_linear(b.new((2101,)), v[0], of, parts), random(1, 512))  # type: ignore[arg-type, func-returns-value]
 
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

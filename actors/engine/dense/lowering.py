@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from ....kernels.dense import BINARY, REDUCE, TYPES, UNARY, Builder, Shape, Value
+from ..model.published_linear import matrix_of
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _TYPES = (*_FLOATS, torch.int64, torch.int32, torch.bool)
@@ -179,7 +180,7 @@ class Lowering:
         name = node.target._schema.name  # "aten::add"
         namespace, _, name = name.partition("::")
         if namespace == "tiermoe":
-            return self._attend(node) if name == "attend" else self._experts(node)
+            return {"attend": self._attend, "form_linear": self._published_product}.get(name, self._experts)(node)
         lower = _RULES.get(name)
         if lower is None or namespace != "aten":
             raise CannotLowerError(f"operator {node.target}")
@@ -334,6 +335,14 @@ class Lowering:
         if weight.dtype not in _FLOATS:
             raise CannotLowerError(f"weights of {weight.dtype}")
         self.builder.linear(out, value, weight, kept, self._rounds(node))
+        return out
+
+    def _published_product(self, node: fx.Node) -> Value:
+        source, handle, _ = node.args
+        if self._axis(self._full(source)) == len(self._full(source)) - 1:
+            raise CannotLowerError("a product over rows")
+        out, matrix = self._new(node), matrix_of(handle)
+        self.builder.form_linear(out, self._value(source), matrix.form, matrix.parts)
         return out
 
     def _outer(self, node: fx.Node, name: str) -> Value:

@@ -25,13 +25,15 @@ from torch import nn
 
 from ....errors import StoreError, UnsupportedModelError
 from ....kernels.expert_ffn import Gate
+from ....kernels.form_slots import dequantize
 from ....kernels.router import LinearRouter
 from ...settings import Attention
 from ...store.files import FileView
-from ...store.format import REBUILD, Manifest, read_header
+from ...store.format import REBUILD, Manifest, part_tensor, read_header
 from ..cache.sources import DTYPES
 from .architecture import from_config
 from .attention import attention_for
+from .published_linear import PublishedMatrix, bytes_of, exchange, keeps_form, numbers_of
 
 IMPLEMENTATION = "tiermoe"  # name under which transformers knows it
 
@@ -190,7 +192,9 @@ def build_model(
     store: Path, manifest: Manifest, dtype: torch.dtype, device: torch.device, attention: Attention,
     dense_file: FileView | None = None,
 ) -> Any:  # fmt: skip
-    """The transformers model of a store: dense part on `device` in `dtype`, expert parameters on meta.
+    """The transformers model of a store: dense part on `device`, expert parameters on meta.
+
+    The dense part is in `dtype`; matrices that the store has in a published form stay so on the CPU in float32.
 
     Args:
         dense_file: the verified file of the dense weights, which may stay mapped; None: `store` is no store that
@@ -204,6 +208,7 @@ def build_model(
     implementation = register_implementation()
     model = _on_meta(store, dtype, attention, device)
     dense = _copied_dense(store / manifest.dense.file) if dense_file is None else _mapped_dense(dense_file)
+    _take_published(model, manifest, dense, dtype, device)
     if left := assign_dense(model, dense, {layer.module for layer in manifest.layers}, device):
         raise StoreError(
             f"the store's dense file does not fit the model: {', '.join(sorted(left)[:3])}",
@@ -253,6 +258,37 @@ def _mapped_dense(file: FileView) -> dict[str, torch.Tensor]:
         aligned = raw if spec.offset % kind.itemsize == 0 else raw.clone()
         found[spec.name] = aligned.view(kind).view(spec.shape)
     return found
+
+
+def _take_published(
+    model: Any, manifest: Manifest, dense: dict[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Take the parts of matrices in published forms out of `dense`: each stays so, or is dequantized into `dense`.
+
+    On the CPU in float32 a module runs on the matrix as it is. Elsewhere the dense part has the compute dtype.
+
+    Raises:
+        StoreError: a part is missing.
+    """
+    forms = manifest.dense.forms
+    shared = {tied.name: tied.source for tied in manifest.dense.tied if tied.source in forms}
+    modules = dict(model.named_modules())
+    kept: dict[str, PublishedMatrix] = {}
+    for name, form in forms.items():
+        try:
+            parts = {part: dense.pop(part_tensor(name, part)) for part in form.parts()}
+        except KeyError as error:
+            raise StoreError(f"the store's dense file lacks {error}", "prepare the store again with --force") from error
+        parts = {part: bytes_of(tensor, form.parts()[part][0]) for part, tensor in parts.items()}
+        owners = [one for one in (name, *shared) if one == name or shared[one] == name]
+        paths = [one.removesuffix(".weight") for one in owners]
+        stays = all(path in modules and keeps_form(modules[path], path, form) for path in paths)
+        if device.type == "cpu" and dtype == torch.float32 and stays:
+            matrix = PublishedMatrix(form, {part: numbers_of(tensor) for part, tensor in parts.items()})
+            kept.update(dict.fromkeys(owners, matrix))
+        else:
+            dense[name] = dequantize(form, {part: tensor.to(device) for part, tensor in parts.items()}).to(dtype)
+    exchange(model, kept)
 
 
 def _copied_dense(path: Path) -> dict[str, torch.Tensor]:

@@ -26,11 +26,13 @@ from ....actors.store.format import (
     TiedWeight,
     layer_name,
     part_bytes,
+    part_tensor,
 )
 from ....actors.store.published import map_name
 from ....errors import CheckpointError
 from ....kernels.device import bound_torch_threads
 from ...checkpoints.checkpoint import Checkpoint, read_source
+from ...checkpoints.dense_forms import DenseMatrix, dense_matrices
 from ...checkpoints.experts import LayerExperts, in_order, is_published, layer_experts
 from ...checkpoints.matrices import QuantizedEntry
 from ...checkpoints.plan import (
@@ -61,7 +63,8 @@ class Conversion:
     """A planned conversion, checked as far as possible without weights.
 
     dtype: of the experts; with `published`, of the dequantized model. dense: parameters of the dense file, in file
-    order. tied: parameters that share storage. published: the experts of each layer that keep their form.
+    order. matrices: those of them that keep their form. tied: parameters that share storage. published: the experts of
+    each layer that keep their form.
     """
 
     checkpoint: Checkpoint
@@ -70,6 +73,7 @@ class Conversion:
     dtype: str
     plan: Plan
     dense: list[str]
+    matrices: dict[str, DenseMatrix]
     tied: tuple[TiedWeight, ...]
     published: tuple[LayerExperts, ...] | None = None
 
@@ -91,7 +95,9 @@ class Conversion:
 
     def dense_bytes(self) -> int:
         """Bytes of the tensors of the dense file."""
-        return sum(self.plan.makers[name].targets[name].nbytes for name in self.dense)
+        plain = (name for name in self.dense if name not in self.matrices)
+        published = sum(matrix.form.nbytes() for matrix in self.matrices.values())
+        return published + sum(self.plan.makers[name].targets[name].nbytes for name in plain)
 
 
 def plan_store(checkpoint: Checkpoint) -> Conversion:
@@ -123,7 +129,8 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
     published = None
     if checkpoint.gguf is not None or is_published(plan, experts):
         published = tuple(layer_experts(plan, module) for module in experts)
-    return Conversion(checkpoint, model, experts, dtype, plan, dense, tied, published)
+    matrices = dense_matrices(model, plan, dense, aliases)
+    return Conversion(checkpoint, model, experts, dtype, plan, dense, matrices, tied, published)
 
 
 def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
@@ -236,11 +243,17 @@ def _layer_data(conversion: Conversion, module: ExpertsModule) -> Iterator[memor
 def _write_dense(conversion: Conversion, folder: Path, journal: Journal, advance: Advance) -> DenseFile:
     if journal.finished(DENSE_NAME) is not None:
         advance(conversion.dense_bytes())
-    made = {name: conversion.plan.makers[name].targets[name] for name in conversion.dense}
-    header = {name: (type_code(tensor.dtype), tuple(tensor.shape)) for name, tensor in made.items()}
+    header: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name in conversion.dense:
+        if (matrix := conversion.matrices.get(name)) is not None:
+            header |= {part_tensor(name, part): what for part, what in matrix.form.parts().items()}
+        else:
+            made = conversion.plan.makers[name].targets[name]
+            header[name] = (type_code(made.dtype), tuple(made.shape))
     data = _counted(_dense_data(conversion), advance)
     record = journal.once(DENSE_NAME, lambda: write_tensors(folder / DENSE_NAME, header, data))
-    return DenseFile(tied=conversion.tied, **record.model_dump())
+    forms = {name: matrix.form for name, matrix in conversion.matrices.items()}
+    return DenseFile(tied=conversion.tied, forms=forms, **record.model_dump())
 
 
 def _dense_data(conversion: Conversion) -> Iterator[memoryview]:
@@ -249,6 +262,11 @@ def _dense_data(conversion: Conversion) -> Iterator[memoryview]:
     groups = [group for group in conversion.plan.groups if wanted & set(group.targets)]
 
     def made(group: Group) -> Iterator[memoryview]:
+        if (matrix := conversion.matrices.get(group.key)) is not None:
+            parts = matrix.parts()
+            for part in matrix.form.parts():
+                yield np.ascontiguousarray(parts[part]).view(np.uint8).reshape(-1).data
+            return
         for block in group.blocks(conversion.model, [name for name in group.targets if name in wanted]):
             yield _checked_bytes(group, block)
 

@@ -18,6 +18,7 @@ from rich.progress import Progress
 
 from ....actors.engine.layer import MoeLayer
 from ....actors.engine.model.model import RouterProbe, find_blocks
+from ....actors.engine.model.published_linear import PublishedEmbedding
 from ....actors.engine.serving.scoring import score_with
 from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.store.format import Manifest, model_fingerprint, read_manifest
@@ -253,7 +254,8 @@ def record_with(
 
     @torch.no_grad()
     def embed(tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-        rows = embedding.weight[torch.from_numpy(tokens.astype(np.int64)).to(embedding.weight.device)]
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(embedding.weight.device)
+        rows = embedding.forward(ids) if isinstance(embedding, PublishedEmbedding) else embedding.weight[ids]
         found: NDArray[np.float32] = rows.float().cpu().numpy()
         return found
 

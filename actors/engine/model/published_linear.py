@@ -1,0 +1,147 @@
+"""Linear layers and embeddings on matrices in their published forms (`kernels.forms`), on the CPU in float32.
+
+A product is one operator, `tiermoe::form_linear`, which the kernels of published forms run; the native dense program
+has a step of its own for it (`dense.lowering`). An embedding decodes the rows of its tokens. So a step reads the bytes
+that the checkpoint has, and results differ from those on the dequantized matrix in the order of additions alone.
+
+Code of a model that reads `weight` itself would get NaN: only modules of exactly the classes here are exchanged, and
+none of `READ_DIRECTLY`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import nn
+
+from ....kernels.form_ffn import form_linear
+from ....kernels.forms import BLOCKS, DTYPES, FLOATS, MatrixForm, Parts
+from ....kernels.packed_ffn import Threads
+
+READ_DIRECTLY = ("dt_proj",)  # last names of linear layers whose weight a model multiplies without calling them
+_handles = itertools.count(1)
+
+
+@dataclass(frozen=True, eq=False)
+class PublishedMatrix:
+    """A matrix in its published form, in memory of this host."""
+
+    form: MatrixForm
+    parts: Parts
+
+
+_matrices: WeakValueDictionary[int, PublishedMatrix] = WeakValueDictionary()
+
+_library = torch.library.Library("tiermoe", "FRAGMENT")
+_library.define("form_linear(Tensor x, int handle, int outputs) -> Tensor")
+
+
+@cache
+def _threads(count: int) -> Threads:
+    return Threads(count)
+
+
+def _product(x: torch.Tensor, handle: int, outputs: int) -> torch.Tensor:
+    """x [..., inputs] float32 -> [..., outputs]."""
+    matrix = _matrices[handle]
+    rows = x.detach().reshape(-1, matrix.form.inputs).contiguous().numpy()
+    found = form_linear(matrix.form, matrix.parts, rows, _threads(torch.get_num_threads()))
+    return torch.from_numpy(found).view(*x.shape[:-1], outputs)
+
+
+def _fake(x: torch.Tensor, handle: int, outputs: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+_library.impl("form_linear", _product, "CPU")
+torch.library.register_fake("tiermoe::form_linear", _fake, lib=_library)
+
+
+def matrix_of(handle: int) -> PublishedMatrix:
+    """The matrix of a handle of `tiermoe::form_linear`."""
+    return _matrices[handle]
+
+
+class PublishedLinear(nn.Linear):
+    """A linear layer on a matrix in its published form, with the bias of the layer that it stands for."""
+
+    def __init__(self, module: nn.Linear, matrix: PublishedMatrix) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.weight, self.bias = _no_weight(module.weight), module.bias
+        self.matrix, self._handle = matrix, next(_handles)
+        _matrices[self._handle] = matrix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.tiermoe.form_linear(x, self._handle, self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class PublishedEmbedding(nn.Embedding):
+    """An embedding table in its published form; the rows of tokens are decoded when they are asked for."""
+
+    def __init__(self, module: nn.Embedding, matrix: PublishedMatrix) -> None:
+        super().__init__(*module.weight.shape, padding_idx=module.padding_idx, _weight=_no_weight(module.weight))
+        self.matrix = matrix
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        form, table = self.matrix.form, torch.from_numpy(self.matrix.parts["weight"])
+        rows = table.index_select(0, ids.reshape(-1)).numpy()
+        one = MatrixForm(form.kind, max(1, len(rows)), form.inputs)
+        values = one.dequantize({"weight": rows}) if len(rows) else np.empty((0, form.inputs), np.float32)
+        return torch.from_numpy(values).view(*ids.shape, form.inputs)
+
+
+def keeps_form(module: nn.Module, name: str, form: MatrixForm) -> bool:
+    """Whether a module of a model, of this name there, may have its weight in a published form."""
+    if form.kind in FLOATS or name.rpartition(".")[2] in READ_DIRECTLY:
+        return False
+    return type(module) is nn.Linear or (type(module) is nn.Embedding and form.kind in BLOCKS)
+
+
+def exchange(model: nn.Module, matrices: Mapping[str, PublishedMatrix]) -> None:
+    """Have modules of a model run on matrices in their published forms, by the names of their weights."""
+    for name, matrix in matrices.items():
+        path = name.removesuffix(".weight")
+        module: Any = model.get_submodule(path)
+        kind = PublishedEmbedding if isinstance(module, nn.Embedding) else PublishedLinear
+        model.set_submodule(path, kind(module, matrix))
+
+
+def published_bytes(model: nn.Module) -> int:
+    """Bytes of the matrices of a model in their published forms; shared ones once."""
+    found = {id(m.matrix): m.matrix.form.nbytes() for m in _exchanged(model)}
+    return sum(found.values())
+
+
+def held_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters of a model that hold numbers: not on meta, and not the stand-ins of published matrices."""
+    stand_ins = {id(m.weight) for m in _exchanged(model)}
+    return [p for p in model.parameters() if not p.is_meta and id(p) not in stand_ins]
+
+
+def bytes_of(part: torch.Tensor, code: str) -> torch.Tensor:
+    """A part of a matrix as `kernels.form_slots.dequantize` takes it: types of eight bits are uint8."""
+    return part.view(torch.uint8) if DTYPES[code] is np.uint8 else part
+
+
+def numbers_of(part: torch.Tensor) -> np.ndarray[Any, np.dtype[Any]]:
+    """A part of `bytes_of` as the kernels of the CPU take it, in the same memory: BF16 is uint16."""
+    found: np.ndarray[Any, np.dtype[Any]] = (part.view(torch.uint16) if part.dtype == torch.bfloat16 else part).numpy()
+    return found
+
+
+def _exchanged(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, PublishedLinear | PublishedEmbedding)]
+
+
+def _no_weight(weight: torch.Tensor) -> nn.Parameter:
+    """A parameter of this shape and type in four bytes, for code that asks for either."""
+    return nn.Parameter(torch.full((), torch.nan, dtype=weight.dtype).expand(weight.shape), requires_grad=False)
