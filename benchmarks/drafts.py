@@ -172,9 +172,7 @@ def _seconds_a_token(workers: dict[str, Any], text: Text, max_tokens: int, flipp
 def _row(name: str, link: float, found: Sequence[dict[str, float]], prompts: int, stats: DraftStats) -> dict[str, Any]:
     """Medians over the rounds; the ratio is the median of the rounds' own. The first round is left out."""
     rounds = [found[first : first + prompts] for first in range(prompts, len(found), prompts)]
-    rates = {
-        kind: [len(one) / sum(seconds[kind] for seconds in one) for one in rounds] for kind in KINDS
-    }
+    rates = {kind: [len(one) / sum(seconds[kind] for seconds in one) for one in rounds] for kind in KINDS}
     ratios = [ratio(one, other) for one, other in zip(rates["ngram"], rates["off"], strict=True)]
     return {
         "text": name, "link_gbps": link,

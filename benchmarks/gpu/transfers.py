@@ -154,9 +154,10 @@ def mapped(context: Context, record: Record) -> None:
         if refusal is not None:
             return
         try:
-            copies = {"copy engine": lambda to, of: to.copy_(of, non_blocking=True)}
+            copies: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {}
             if runtime is not None:
-                copies = {"kernel": runtime.kernel_copy} | copies
+                copies["kernel"] = runtime.kernel_copy
+            copies["copy engine"] = lambda to, of: to.copy_(of, non_blocking=True)
             for by, copy in copies.items():
                 there.zero_()
                 copy(there, source)

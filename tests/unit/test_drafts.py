@@ -52,9 +52,7 @@ def situations(draw: st.DrawFn) -> tuple[DraftPricing, list[Proposal], int]:
         step = StepTime(seconds, 128, draw(st.integers(0, 120)), draw(st.floats(0, 1)) * seconds)
         right = Verified(match, drafted, draw(st.integers(0, drafted)))
         pricing.took(step, [right] + [Verified(0, 0, 0)] * (requests - 1))
-    proposals = [
-        Proposal(draw(st.integers(0, 4)), draw(st.integers(1, 40))) for _ in range(requests)
-    ]
+    proposals = [Proposal(draw(st.integers(0, 4)), draw(st.integers(1, 40))) for _ in range(requests)]
     return pricing, proposals, draw(st.integers(0, 12))
 
 
@@ -276,9 +274,7 @@ def test_the_same_tokens(store: Any, guessing: type[Guessing], compiled: str) ->
     with serving(store, settings(0.5, "next-gate", kv=KV, compile=compiled)) as plain:
         expected = answers(plain, requests)
         assert plain.stats().drafts is None
-    guessing.known = {
-        request.prompt_ids: found[0] for request, found in zip(requests, expected, strict=True)
-    }
+    guessing.known = {request.prompt_ids: found[0] for request, found in zip(requests, expected, strict=True)}
     drafting = settings(0.5, "next-gate", kv=KV, compile=compiled, drafts=DraftSettings(kind="ngram", tokens=4))
     with serving(store, drafting) as worker:
         for _ in range(2):  # the second time on the blocks that the first left in the prefix cache

@@ -120,8 +120,7 @@ class Drafter(NoDrafts):
         else:
             fed = [self._fed.get(state.request_id, (0, [])) for state in states]
             verified = [
-                Verified(match, len(tokens), len(right))
-                for (match, tokens), right in zip(fed, accepted, strict=True)
+                Verified(match, len(tokens), len(right)) for (match, tokens), right in zip(fed, accepted, strict=True)
             ]
         self._pricing.took(step, verified)
         for name in [name for name in self._texts if not self._streams.is_open(name)]:

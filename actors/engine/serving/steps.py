@@ -28,7 +28,11 @@ from ..pinned_fetch import PinnedFetch
 from .drafts import Drafter, NoDrafts
 from .recorded import Recorded, Unrecorded
 from .repeat import Kept, Repeat
+<<<<<<< .merge_file_6d7uEX
 from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows, to_host, verified_tokens
+=======
+from .sampling import PromptRows, PromptScorer, Read, next_tokens, pick_of, prompt_rows, to_host
+>>>>>>> .merge_file_XHuYNa
 from .streams import SequenceWatcher, Streams
 
 if TYPE_CHECKING:
@@ -153,7 +157,7 @@ class Steps:
         gpu: GpuRuntime | None = None,
     ) -> None:  # fmt: skip
         self._gpu, self._stream, self._kept = gpu, None, Kept(gpu)
-        self._read = to_host if gpu is None else PinnedFetch(gpu)  # which waits with the interpreter's lock
+        self._read: Read = to_host if gpu is None else PinnedFetch(gpu)  # which waits with the interpreter's lock
         self._model, self._streams, self._watcher, self._scorer = model, streams, watcher, scorer
         self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
         self.lengths = lengths_of(model)
