@@ -28,11 +28,16 @@ from ..pinned_fetch import PinnedFetch
 from .drafts import Drafter, NoDrafts
 from .recorded import Recorded, Unrecorded
 from .repeat import Kept, Repeat
-<<<<<<< .merge_file_6d7uEX
-from .sampling import PromptRows, PromptScorer, next_tokens, pick_of, prompt_rows, to_host, verified_tokens
-=======
-from .sampling import PromptRows, PromptScorer, Read, next_tokens, pick_of, prompt_rows, to_host
->>>>>>> .merge_file_XHuYNa
+from .sampling import (
+    PromptRows,
+    PromptScorer,
+    Read,
+    next_tokens,
+    pick_of,
+    prompt_rows,
+    to_host,
+    verified_tokens,
+)
 from .streams import SequenceWatcher, Streams
 
 if TYPE_CHECKING:
