@@ -25,8 +25,8 @@ from tiermoe.actors.gpu_worker import make_batcher
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
 
-# modules of transformers with the experts interface that are not served, and why
-REFUSED = {
+# modules of transformers with the experts interface that are not compared, and why
+LEFT_OUT = {
     "openai_privacy_filter": "classifies tokens, generates no text",
     "diffusion_gemma": "makes blocks of text by diffusion, not token after token",
     "qwen3_omni_moe": "`generate` goes through parts for speech, so that there are no tokens to compare with",
@@ -141,8 +141,8 @@ def table(found: Iterable[tuple[str, Served]]) -> str:
     lines = ["| requests | architectures (`model_type`) | chunks | prefixes | why not paged |", "|---|---|---|---|---|"]
     for served in sorted(groups, key=lambda s: (_WAYS.index(s.way), s.reason, s.chunks, s.prefixes)):
         lines.append(f"| {served.way} | {', '.join(sorted(groups[served]))} | {served.cells} |")
-    for name, why in REFUSED.items():
-        lines.append(f"| refused | `{name}` | | | {why} |")
+    for name, why in LEFT_OUT.items():
+        lines.append(f"| not compared | `{name}` | | | {why} |")
     return "\n".join(lines) + "\n"
 
 
