@@ -100,8 +100,8 @@ class Guard:
                 _check_coding(headers.get(b"content-encoding", b"").decode("latin-1"))
         except ApiError as refusal:
             record.refuse(refusal)
-            body = refusal.body_for(record.path)
-            await JSONResponse(body, refusal.status, refusal.headers)(scope, receive, send)
+            answer = JSONResponse(refusal.body_for(record.path), refusal.status, refusal.headers)
+            await answer(scope, receive, send)
             return
         body = _Body(receive, self._limits, self._hold)
         # the connection leaves a HEAD's body out

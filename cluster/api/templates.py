@@ -148,7 +148,8 @@ class ChatTemplate:
     def reasoned(self) -> list[str]:
         """Prompts in which it shows how a model reasons: with thinking on and off, and behind an answer that has it."""
         switches = [name for name in ("enable_thinking", "thinking") if name in self.variables]
-        given: list[dict[str, Any]] = [{}, *({name: on} for name in switches for on in (True, False))]
+        given: list[dict[str, Any]] = [{}]
+        given += [{name: on} for name in switches for on in (True, False)]
         found = [self._tried([_user()], options=options) for options in given]
         answer = {"role": "assistant", "content": _ANSWER} | dict.fromkeys(_REASONING, _REASON)
         return [text for text in (*found, self._tried([_user(), answer])) if text is not None]
