@@ -137,4 +137,3 @@ class StoredKernel:
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return combined(y, weights)
-

@@ -49,7 +49,7 @@ def test_it_says_what_it_fetches(tmp_path: Path) -> None:
     assert "0.4 GB" in cpu
     assert f"TORCH_INDEX={_CPU}: no NVIDIA GPU is seen here" in cpu
     assert "--extra-index-url" not in noted
-    assert noted.splitlines()[-1] == "tiermoe run x"
+    assert noted.splitlines()[-1] == "tiermoe run x --emulate"
     assert _make(tmp_path, "GPU_FILES=")[1] == ""  # nothing to install
 
 
@@ -80,7 +80,7 @@ def test_in_a_folder_of_any_name(tmp_path: Path, linked: bool) -> None:
         (tmp_path / "a-link").symlink_to(root)
         root = tmp_path / "a-link"
     status, said, noted = _make(tmp_path, root=root)
-    assert (status, noted.splitlines()[-1]) == (0, "tiermoe run x"), said
+    assert (status, noted.splitlines()[-1]) == (0, "tiermoe run x --emulate"), said
     status, said, noted = _make(tmp_path, target="lint", root=root)
     assert (status, "mypy -p tiermoe\n" in noted) == (0, True), said
     package = root / "build" / "typecheck" / "tiermoe"
