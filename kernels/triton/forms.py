@@ -31,8 +31,9 @@ import triton.language as tl
 from ...errors import FormError
 from ..expert_ffn import MOST_ROWS, Gate, Group, RowClass, Tables
 from ..form_ffn import FORM_ACTIVATIONS
-from ..form_slots import TorchFormKernel, check_call, check_slots, typed
+from ..form_slots import TorchFormKernel, check_slots, typed
 from ..forms import BLOCKS, FLOATS, ExpertForm, MatrixForm, ceil_div
+from ..host_experts import whole_groups
 from .expert_ffn import _COLUMNS, PAD, LaunchedKernel, activate
 from .launch import Launch
 
@@ -507,5 +508,6 @@ class TritonFormKernel(LaunchedKernel):
         Raises:
             ValueError: shapes do not fit together, a group is no whole expert, or lies outside the pairs or the pool.
         """
-        check_call(self._form, self._slots, hidden, pairs, groups, top_k, y)
+        form = self._form
+        whole_groups(form.hidden, form.intermediate, range(self._slots), hidden, pairs, groups, top_k, y)
         super().run(hidden, pairs, groups, top_k, y)

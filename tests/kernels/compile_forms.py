@@ -132,7 +132,7 @@ def copies_of(ptx: str) -> list[int]:
 
 
 def page(file: Path, lines: Iterable[str]) -> None:
-    """Write the table `forms` of a page: over all architectures, the most of each number."""
+    """Write the table `forms` of a page: the most of all architectures; copies and loads as on sm_86."""
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for line in lines:
         facts = json.loads(line)
@@ -143,9 +143,9 @@ def page(file: Path, lines: Iterable[str]) -> None:
         sms = " ".join(str(facts["sm"]) for facts in sorted(all_of, key=lambda facts: facts["sm"]))
         registers, spilled, shared = (max(facts.get(n, 0) for facts in all_of)
                                       for n in ("registers", "spilled", "shared"))  # fmt: skip
-        narrowest = max(all_of, key=lambda facts: sum(facts["loads"].values()))
-        times = ", ".join(f"{n}: {count}" for n, count in sorted(narrowest["copies"].items(), key=lambda x: -int(x[0])))
-        plain = ", ".join(f"{n}: {count}" for n, count in sorted(narrowest["loads"].items(), key=lambda x: -int(x[0])))
+        sample = min(all_of, key=lambda facts: abs(facts["sm"] - 86))
+        times = ", ".join(f"{n}: {count}" for n, count in sorted(sample["copies"].items(), key=lambda x: -int(x[0])))
+        plain = ", ".join(f"{n}: {count}" for n, count in sorted(sample["loads"].items(), key=lambda x: -int(x[0])))
         rows.append(f"| {' | '.join(key)} | {sms} | {registers} | {spilled} | {shared / 1024:.0f} | {times}; {plain} |")
     before, rest = file.read_text().split("<!-- table: forms -->")
     after = rest.split("<!-- end -->", 1)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Union
 
 import torch
@@ -79,11 +80,11 @@ class FormKernels:
 
     def _triton(self, form: ExpertForm, activation: str, block: MoeBlock) -> TritonFormKernel | None:
         """None: it cannot run these experts, as a note says."""
-        try:
-            from ....kernels.triton.forms import TritonFormKernel
-        except ImportError:
+        if find_spec("triton") is None:
             self._notes.append("triton is not installed: experts run one after another")
             return None
+        from ....kernels.triton.forms import TritonFormKernel
+
         if not TritonFormKernel.supports(form, activation):
             label = self._pool.published.label()
             self._notes.append(f"Triton has no kernel for experts in the form {label}, which run one after another")
