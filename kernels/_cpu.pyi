@@ -52,9 +52,10 @@ def router_scores(hidden: int, rows: int, weight: int, width: int, outputs: int,
 class Program:
     """A program of row operators, with its threads; see dense.hpp."""
 
-def dense_program(ints: int, floats: int, count: int, segments: Sequence[int], matrices: Sequence[Annotated[Sequence[int], dict(length=12)]], arena: int, rows: int, layers: int, groups: int, threads: int) -> Program:
+def dense_program(ints: int, floats: int, count: int, segments: Sequence[int], matrices: Sequence[Sequence[int]], arena: int, rows: int, layers: int, groups: int, threads: int) -> Program:
     """
-    ints and floats are the addresses of [count, 25] int64 and [count, 2] float64.
+    ints and floats are the addresses of [count, 25] int64 and [count, 2] float64. matrices: in published forms, as
+    `MatrixNumbers` has them.
 
     Raises ValueError: a number of a step is out of range; OSError: a thread cannot be started.
     """
