@@ -117,7 +117,7 @@ def drafts(options: Drafts, progress: Progress | None) -> Report:
     """
     base = run_config(options.model, options.config, policy=options.policy, budget=options.budget)
     chosen = texts(base.model_dir, options)
-    report = Report("drafts", "emulated", settings=options.settings(latency_us=LATENCY_US), shown=list(_SHOWN))
+    report = Report("drafts", "emulated", settings=options.settings(latency_us=LATENCY_US), shown=tuple(_SHOWN))
     advance = advancing(progress, "serving", len(options.link_gbps) * 2 * len(chosen["prose"]))
     for link in options.link_gbps:
         with ExitStack() as stack:

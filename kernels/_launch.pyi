@@ -83,13 +83,14 @@ class Experts:
     """
     The launches that run experts.
 
+    up, down: tensors that the launches get of the slots, behind the pairs. dtype: of rows.
     classes: (most rows, rows of a tile, gate_up, its columns, down, its columns), ascending. sizes: neurons of the pool
     and of a slot, H, items of a row of activations, and what divides them. tables: a `Ring`. scratch: (rows, numbers of a
     table, pairs) -> activations, words for pairs, weights and table, the table, the pairs, rows of y. kept: rows up to which these
     are kept, for each stream. combining: top_k -> the launch that sums, whose program has `block` columns.
     """
 
-    def __init__(self, gate_up: object, down: object, classes: Sequence[tuple[int, int, Launch, int, Launch, int]], sizes: tuple[int, int, int, int, int], tables: object, scratch: object, kept: int, stream: object, dtypes: tuple, int64: object, combining: object, block: int) -> None: ...
+    def __init__(self, up: tuple, down: tuple, dtype: object, classes: Sequence[tuple[int, int, Launch, int, Launch, int]], sizes: tuple[int, int, int, int, int], tables: object, scratch: object, kept: int, stream: object, dtypes: tuple, int64: object, combining: object, block: int) -> None: ...
 
     def run(self, hidden: object, pairs: object, groups: object, top_k: int, y: object) -> bool: ...
 

@@ -30,12 +30,13 @@ def check_slots(slots: Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
     layout = form.parts()
     if len(slots) != len(layout):
         raise FormError(f"experts of this form have {len(layout)} parts, not {len(slots)}", "give them in its order")
+    first = slots[0]
     for tensor, (name, what) in zip(slots, layout.items(), strict=True):
-        expected = len(slots[0]), layout_bytes({name: what})
-        if not isinstance(tensor, torch.Tensor):  # as a store maps them, which has checked them
-            continue
+        expected = len(first), layout_bytes({name: what})
+        if not isinstance(tensor, torch.Tensor) or not isinstance(first, torch.Tensor):
+            continue  # as a store maps them, which has checked them
         fits = tensor.dtype == torch.uint8 and tuple(tensor.shape) == expected and tensor.stride(1) == 1
-        if not fits or tensor.device != slots[0].device:
+        if not fits or tensor.device != first.device:
             raise FormError(f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, not uint8 {expected}",
                             "give the bytes of each slot")  # fmt: skip
 

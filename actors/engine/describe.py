@@ -172,11 +172,8 @@ def _shards(settings: EngineSettings, engine: ExpertEngine) -> list[dict[str, An
 def _notes(engine: ExpertEngine, batcher: Batcher, pinned: PinReport | None) -> list[str]:
     """Facts that a user would not expect."""
     notes, slots = list(engine.notes), _slots(engine.stats())
-    if batcher.unpaged_because is not None:
-        how = "share forward passes" if batcher.shares else "take turns" if batcher.max_requests > 1 else "run alone"
-        prompts = "come in chunks" if batcher.divides else "run whole"
-        kept = "are kept" if batcher.checkpoints.limit_bytes and batcher.shares else "are not kept"
-        notes.append(f"requests {how}, prompts {prompts}, their states {kept}: {batcher.unpaged_because}")
+    if batcher.note is not None:
+        notes.append(batcher.note)
     if pinned is not None and pinned.problem is not None:
         notes.append(
             f"not all experts could be pinned where they lie ({pinned.problem}): {size(pinned.copied)} were copied to "

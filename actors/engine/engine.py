@@ -28,6 +28,7 @@ from ..store.format import ExpertShape
 from ..store.replicas import ReplicaTables
 from .cache.device import Device
 from .cache.low_bits import ReplicaPool
+from .cache.slots import MappedPool
 from .calls import RemoteExperts
 from .dispatch import DeviceBackend
 from .executors import executor_of
@@ -178,9 +179,10 @@ class ExpertEngine:
         if placement.planned:
             make_ndp = self._make_optional_ndp if placement.optional_workers else self._make_ndp
             self.ndp = make_ndp(settings, shape, blocks, links.ndp)
-            kernel, together = self.kernels.of(blocks[0]), min(self.top_k, PROBED)
-            gpu_s = expert_seconds(kernel, self.cache.pool, together)
-            here = partial(run_seconds, kernel, self.cache.pool, together)
+            kernel, pool, together = self.kernels.of(blocks[0]), self.cache.pool, min(self.top_k, PROBED)
+            assert not isinstance(pool, MappedPool)  # nothing is planned where all experts are here
+            gpu_s = expert_seconds(kernel, pool, together)
+            here = partial(run_seconds, kernel, pool, together)
             probe = partial(probe_costs, self.cache, self.ndp, gpu_s, here, self.activations, self.top_k)
             score = router_scores(settings.policy, blocks) if placement.scored else None
             return make_auto(placement, self.cache, self.experts, self.top_k, self.shards, self.ndp, probe, score)

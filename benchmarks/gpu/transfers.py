@@ -139,7 +139,7 @@ def mapped(context: Context, record: Record) -> None:
     gpu = context.device.type == "cuda"
     with TemporaryFile(dir=ROOT) as file:
         written = np.random.default_rng(0).integers(0, 1 << 31, nbytes // 4, np.int32)
-        file.write(written)
+        file.write(written.tobytes())
         file.flush()
         memory = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
         with warnings.catch_warnings():  # nothing writes to it

@@ -429,7 +429,7 @@ def _matrix(expert: ExpertForm, parts: dict[str, torch.Tensor], name: str, first
         matrix.group or matrix.inputs,
         {"fp8_block": matrix.block, "fp8_tensor": matrix.outputs}.get(matrix.kind, 1), shape[-1], word, row,
         matrix.zeros, matrix.order, matrix.divides, bool(expert.bias), first, step,
-        strides,  # type: ignore[arg-type]
+        strides,
     ))  # fmt: skip
 
 

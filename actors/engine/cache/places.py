@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ...core import _core
 from .form_slots import FormPool, FormWeights
 from .links import CacheLink
-from .slots import ExpertSource, LayerWeights, SlotPool
+from .slots import ExpertSource, LayerWeights, MappedPool, SlotPool
 
 if TYPE_CHECKING:
     from .device import Tensors
@@ -44,7 +44,7 @@ def thread_link(where: SlotMap, rate: float, latency_s: float) -> CacheLink:
 def mapped_link(where: SlotMap) -> CacheLink:
     """The link of a `MappedPool`: each expert is in its slot, and nothing is copied."""
     core, keys = _core.ThreadLink(0.0, 0.0), where.keys
-    address = where.weights[0].expert(0)[0].data_ptr()  # type: ignore[union-attr]  # mapped
+    address = cast("Tensors", where.weights[0].expert(0))[0].data_ptr()  # mapped
     core.place([[(address, 0)]], [0] * keys, range(keys), [(address, 0, False, 1, 1)] * keys, 1)
     return CacheLink(core)
 
@@ -61,6 +61,7 @@ def place(link: _core.ThreadLink | _core.StreamLink, where: SlotMap, elsewhere: 
         homes = [_home(pool.parts(form), 0) for form in forms]
         home_of = [forms.index(pool.published.of(key // where.experts)) for key in range(keys)]
     else:
+        assert not isinstance(pool, MappedPool)  # `mapped_link` has its places
         homes = [_home(pool.tensors, 0 if segments is None else 1)]  # slots of segments are rows: neurons
     position = list(range(where.most_slots)) if segments is None else list(segments.first)
 

@@ -37,6 +37,7 @@ from ...settings import EngineSettings
 from ...store.format import ExpertShape, Published
 from ...store.replicas import ReplicaTables
 from ..cache.cache import ExpertCache
+from ..cache.slots import MappedPool
 from ..host_view import LayerView
 from ..model.kernels import expert_seconds, link_seconds
 from ..model.model import MoeBlock
@@ -468,6 +469,7 @@ def _monde_choice(
     NDP workers share a layer's experts: an expert's NDP time is divided by the number of workers.
     """
     device = settings.ndp.device
+    assert not isinstance(cache.pool, MappedPool)  # nothing is placed where all experts are here
     first_s, further_s = expert_seconds(kernel, cache.pool)
     emulated = cache.stats.executor == "emulated"
     load = link_seconds(settings.link, cache.residency.slot_bytes, emulated, device.link_gbps)

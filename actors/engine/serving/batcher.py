@@ -28,6 +28,11 @@ class Batcher(Protocol):
     attention: Attention | None  # on the paged cache; None: there is none
 
     @property
+    def note(self) -> str | None:
+        """How requests run on a cache that is not paged, and why; None: it is paged."""
+        ...
+
+    @property
     def replays(self) -> bool:
         """Whether decode steps are recorded and replayed."""
         ...

@@ -91,6 +91,7 @@ class ContinuousBatcher:
     """
 
     unpaged_because: str | None = None
+    note: str | None = None
     shares = True
 
     def __init__(

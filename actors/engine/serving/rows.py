@@ -170,6 +170,14 @@ class RowBatcher:
         """Why requests are not drafted."""
         return "only the paged KV cache gives the rows of rejected tokens back"
 
+    @property
+    def note(self) -> str:
+        """How requests run on the model's own cache, and why."""
+        how = "share forward passes" if self.shares else "take turns" if self.max_requests > 1 else "run alone"
+        prompts = "come in chunks" if self.divides else "run whole"
+        kept = "are kept" if self.checkpoints.limit_bytes and self.shares else "are not kept"
+        return f"requests {how}, prompts {prompts}, their states {kept}: {self.unpaged_because}"
+
     def submit(self, request: GenerationRequest, events: Outbox | None = None) -> Stream:
         """Queue a request. Raises as `ContinuousBatcher.submit`."""
         if (failure := self.failure) is not None:
