@@ -230,7 +230,8 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     Raises:
         KeyError: there is no tiny model of that type.
     """
-    return AutoConfig.for_model(model_type, **{**_BASE, **(_OVERRIDES | _FURTHER)[model_type]})
+    like = {"qwen3_5_moe_text": "qwen3_next"}.get(model_type, model_type)  # the text of a composite type
+    return AutoConfig.for_model(model_type, **{**_BASE, **(_OVERRIDES | _FURTHER)[like]})
 
 
 def composite_config(model_type: str) -> PretrainedConfig:

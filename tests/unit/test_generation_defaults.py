@@ -111,8 +111,8 @@ def test_run_and_llm_stay_greedy(checkpoint: Path, tmp_path: Path) -> None:
     )
     llm = tiermoe.LLM(str(folder), generation_config="none")
     assert llm.stream("a").sampling == SamplingParams()
-    asked = Asked.of("auto", 64, 0.0, None, 0, None)
-    assert (asked.params, asked.given) == (SamplingParams(), ("top_k",))
+    asked = Asked(top_k=0)
+    assert (asked.params(), asked.given) == (SamplingParams(), ("top_k",))
     with pytest.raises(ConfigError, match="--generation-config"):
         tiermoe.LLM(str(folder), generation_config="all")
 
