@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from nanobind import include_dir, source_dir
 
+pytestmark = pytest.mark.timeout(900)  # the kernels of forms take four minutes of a processor to compile
+
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 CPU, CORE, PROTO = ROOT / "kernels" / "cpu", ROOT / "actors" / "core", ROOT / "proto"
 MEMORY = "address,undefined"
@@ -93,7 +95,7 @@ PROGRAMS = {
 
 
 def call(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
 
 
 def _started(compiler: str, sanitizers: Sequence[str], folder: Path) -> tuple[str, ...]:
