@@ -74,7 +74,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    options = (*ON_CPU, "--port", port, "--api-key-file", str(folder / "key"))
+    options = (*ON_CPU, "--budget", "25%", "--port", port, "--api-key-file", str(folder / "key"))
     with started(folder, "serve", *options, wait=False) as it:
         server = Server(**vars(it), start=_watched_start(it, f"http://127.0.0.1:{port}"))
         server.wait_until_ready()
