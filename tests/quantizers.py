@@ -64,10 +64,28 @@ def compressed(layout: str, **weights: Any) -> tuple[Quantize, dict[str, Any]]:
         found = compressor.compress(state, scheme)
         if weights.get("actorder"):
             found["weight_g_idx"] = state["weight_g_idx"]
-        values = compressor.decompress({name: t.clone() for name, t in found.items()}, scheme)["weight"]
-        return {f".{name}": tensor for name, tensor in found.items()}, values.float()
+        values = compressor.decompress({name: _wide(name, t) for name, t in found.items()}, scheme)["weight"].float()
+        if "weight_global_scale" in found:
+            exact = _nvfp4(found)
+            assert ((values - exact).abs() <= exact.abs() / 256).all()  # which the library rounds to bfloat16
+            values = exact
+        return {f".{name}": tensor for name, tensor in found.items()}, values
 
     return quantize, config
+
+
+def _wide(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """For the library, which computes in the type of the scales: a copy in float32 where they are bfloat16."""
+    return tensor.float() if name == "weight_scale" and tensor.dtype == torch.bfloat16 else tensor.clone()
+
+
+def _nvfp4(found: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The values in float32."""
+    packed = found["weight_packed"]
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).long()
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[codes & 7] * (1.0 - 2.0 * (codes >> 3))
+    scales = found["weight_scale"].float() / found["weight_global_scale"]
+    return values * scales.repeat_interleave(16, dim=1)
 
 
 def _scales(weight: torch.Tensor, args: Mapping[str, Any]) -> Tensors:

@@ -131,7 +131,7 @@ _FURTHER: dict[str, dict[str, Any]] = {
     },
     "beam": {
         **_SIZES, **_HEAD, "num_experts": 8, **_TOP_2, "num_hidden_layers": 3, "sliding_window": 16, "n_group": 2,
-        "topk_group": 1,
+        "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
     "deepseek_v32": {**_INDEXED_MLA, "num_hidden_layers": 3, "first_k_dense_replace": 1},
     "dots3_note_text": {
