@@ -173,7 +173,7 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
         const LayerInput given{hidden.data(), ids.data(), weights.data(), tokens, kTop, out.data()};
         Spent spent;
         const LayerStep& run = layers[l]->step();
-        announced->rows = step % 3 ? tokens : 0, announced->one_row_each = true, announced->always = step % 3 == 2;
+        announced->rows = step % 3 ? tokens : 0, announced->last_rows = true, announced->always = step % 3 == 2;
         wrong += !run.run(run.self, given, spent);
         if (const std::string fault = made.check(); !fault.empty()) std::printf("%s\n", fault.c_str()), ++wrong;
         for (std::int64_t t = 0; exact && t < tokens; ++t)
