@@ -51,7 +51,7 @@ NEURONS = ("neuron_avx2.cpp", "neuron_avx512.cpp", "neuron_portable.cpp", "neuro
 FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp", "threads.cpp")
 LAYER = (
     "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "order.cpp", "substitute.cpp",
-    "threads.cpp", "worth.cpp",
+    "worth.cpp", *FORMS,
     *(f"../../actors/core/{name}.cpp" for name in ("core", "cpu_layer", "layer", "thread_link")),
 )  # fmt: skip
 CORES = (
