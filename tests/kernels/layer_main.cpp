@@ -138,7 +138,7 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
         } else {
             auto ahead = std::make_unique<core::AskRouters>();
             ahead->router = router_of(first, count, bias.data() + first * kExperts, l % 2 ? kExperts : 0);
-            ahead->first = first, ahead->layers = count;
+            ahead->first = first, ahead->layers = count, ahead->reach = {{first * kExperts, (first + count) * kExperts}};
             ahead->prefetch = {l % 2 == 0, kTop, 1, {}, {}};
             ahead->of = announced, ahead->wraps = true;
             layers[l]->ahead(std::move(ahead));
