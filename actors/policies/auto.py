@@ -314,8 +314,8 @@ class Auto:
     def used(self, layer: int, needed: Ids, share: NDArray[np.float32] | None = None) -> None:
         """Tell that a layer of a decode step has run, and after the last layer that the step has.
 
-        share: float32 [E], how much the router asked for each expert, 0 to 1: a near miss counts a little
-        (`router_shares`); None: 1 for those needed.
+        share: float32 [E], how much the router asked for each expert, 0 to 1: a near miss counts a little; None: 1 for
+        those needed.
         """
         self.native.used(layer, needed, share)
 
@@ -511,16 +511,3 @@ def forward_seconds(
     split_s = max(together(gpu_s, costs.copy_s), together(hits_s, gpu_s)) if missing else loaded_s
     page_s = costs.message_s * needed / top_k
     return layers * (min(loaded_s, split_s) + page_s), layers * loaded_s
-
-
-def router_shares(logits: NDArray[np.floating], top_k: int, softness: float = 0.33) -> NDArray[np.float32]:
-    """How much a batch asked for each expert [E]: 1 for high ranks of the router, and a little for near misses.
-
-    Of rank r (0 is best) a row asks 1 / (1 + exp((r + 0.5 - K) / (softness K))); rows combine as independent events.
-
-    Args:
-        logits: [rows, E] of the layer's router.
-    """
-    ranks = np.argsort(np.argsort(-logits, axis=-1), axis=-1)
-    asked = 1.0 / (1.0 + np.exp(np.minimum(60.0, (ranks + 0.5 - top_k) / (softness * top_k))))
-    return np.asarray(1.0 - np.prod(1.0 - asked, axis=0), np.float32)

@@ -4,11 +4,10 @@ terms of `budget: auto`.
 Without a GPU, and without anything that asks for the stand-in (`RunConfig.stands_in`), experts run where the store maps
 them: there is no budget, nothing is copied, and no policy has anything to decide.
 
-The default policy is `next-gate` where copies are quick, else `auto`, which plans a layer in Python: 0.2 ms a layer on
-a CPU and 0.55 beside a GPU. Where copies are quick there is too little to save: `auto` took 1.04 (35 us a copy, latency
-included) and 1.19 (16 us) of `next-gate`'s time a token, and 0.93 where a copy took 108 us (default model, a quarter of
-the experts, emulated; docs/auto.md). Both are lossless and need nothing prepared, so the choice may wait until the
-nodes are known.
+The default policy is `next-gate` where copies are quick, else `auto`: there is too little to save there. While layers
+were planned in Python `auto` took 1.04 (35 us a copy, latency included) and 1.19 (16 us) of `next-gate`'s time a token,
+and 0.93 where a copy took 108 us (default model, a quarter of the experts, emulated; docs/auto.md). Both are lossless
+and need nothing prepared, so the choice may wait until the nodes are known.
 """
 
 from __future__ import annotations
