@@ -384,7 +384,7 @@ class FormBlocks(NamedTuple):
 # By K, the inputs that a program decodes at a time, and by class of rows: two are enough, since decoding bounds
 # prompts, not the product. Shared memory is below 99 KiB on every GPU.
 BLOCKS_OF: dict[int, dict[RowClass, FormBlocks]] = {
-    128: {"decode": FormBlocks(16, 16, 32, 4, 3), "prefill": FormBlocks(64, 16, 64, 8, 2)},
+    128: {"decode": FormBlocks(16, 16, 32, 4, 3), "prefill": FormBlocks(64, 16, 64, 4, 2)},
     256: {"decode": FormBlocks(16, 16, 32, 8, 3), "prefill": FormBlocks(64, 16, 32, 8, 2)},
 }
 
