@@ -11,7 +11,7 @@ torch.set_num_threads(1)
 # one of each kind of cache; the others take minutes
 _QUICK = (
     "qwen3_moe", "deepseek_v2", "qwen3_next", "lfm2_moe", "jamba", "nemotron_h", "mimo_v2_flash", "minimax",
-    "deepseek_v32", "qwen4_exp",
+    "deepseek_v32", "qwen4_exp", "deepseek_v4", "minimax_m3_vl",
 )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ latent attention, an index that chooses keys.
     step     the next token of every row, in one forward
     leave    rows of requests that ended go, with the padding that only they needed
 
-The mask and the positions of each row are those of its own tokens, as in a batch of `generate` padded on the left. A
-model whose cache has layers of another kind keeps a cache for each request, and they take turns: compressed keys have
-no padding. Some models forget the past when they are fed several tokens; a short prompt at the start shows it, and then
+The mask and the positions of each row are those of its own tokens, as in a batch of `generate` padded on the left;
+parts of a model that padding would shift run row by row (`block_index`, `compressed_keys`). A model whose cache has
+layers of a kind that nobody knows keeps a cache for each request, and they take turns. Some models forget the past when they are fed several tokens; a short prompt at the start shows it, and then
 prompts run whole and nothing is kept of them.
 """
 
@@ -29,6 +29,8 @@ from ...policies.drafts import DecodeCounts, DraftPricing
 from ...policies.routing import SequenceRows
 from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
+from ..model.block_index import align_blocks
+from ..model.compressed_keys import compress_apart
 from ..model.lengths import lengths_of
 from .batcher import loop_died, open_streams, probed
 from .sampling import PromptScorer, next_tokens, pick_of, prompt_rows
@@ -125,6 +127,8 @@ class RowBatcher:
         self.streams: Streams = open_streams(model, kv, watcher, tokenizer)
         self._model, self._watcher = model, watcher
         self._lengths = lengths_of(model)
+        align_blocks(model)
+        compress_apart(model)
         self.max_requests = 1 if kv.batching == "serial" or self._lengths.any else kv.max_num_seqs
         self.shares = self.max_requests > 1
         self.divides = kv.batching != "serial" and not self._lengths.any

@@ -27,9 +27,13 @@ import numpy as np
 import torch
 from transformers import cache_utils
 
+from ..model import compressed_keys
+
 # dimensions of the requests and of the tokens
-_BY_TOKEN = {"keys": (0, -2), "values": (0, -2), "indexer_keys": (0, 1), "indexer_position_ids": (1, 2)}
-_STATES = ("conv_states", "recurrent_states")
+_BY_TOKEN = {
+    "keys": (0, -2), "values": (0, -2), "idx_keys": (0, -2), "indexer_keys": (0, 1), "indexer_position_ids": (1, 2),
+}  # fmt: skip
+_STATES = ("conv_states", "recurrent_states", "linear_cache")
 _KINDS = {
     cache_utils.DynamicLayer,
     cache_utils.DynamicSlidingWindowLayer,
@@ -39,39 +43,53 @@ _KINDS = {
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
     cache_utils.DummyLayer,
 }
+_OF_MODELS = ("minimax_m3_sparse", *compressed_keys.KINDS)  # `_layer_type` of those that a model's own module has
 _MOST_PAGES = 1 << 16  # of earlier prompts, whose hashes are remembered
 _SECRET = secrets.token_bytes(32)  # of this process: no client can compute a hash
 
 
 def is_known(cache: Any) -> bool:
-    """Whether all that this cache holds is known here: it has no layers but those of `_KINDS`."""
-    return type(cache) is cache_utils.DynamicCache and all(type(layer) in _KINDS for layer in cache.layers)
+    """Whether all that this cache holds is known here: it has no layers but those of `_KINDS` and `_OF_MODELS`."""
+    known = type(cache) is cache_utils.DynamicCache or type(cache).__name__ == "MiniMaxCache"
+    return known and all(
+        type(layer) in _KINDS or getattr(layer, "_layer_type", None) in _OF_MODELS for layer in cache.layers
+    )
 
 
 def join(cache: Any, other: Any) -> None:
     """Add the rows of another cache of the same model behind those of `cache`, aligned at their last tokens."""
-    for layer, added in zip(cache.layers, other.layers, strict=True):
+    for layer, added in zip(_holders(cache), _holders(other), strict=True):
         for name, batch, time in _by_token(layer):
             one, two = getattr(layer, name), getattr(added, name)
             length = max(one.shape[time], two.shape[time])
             setattr(layer, name, torch.cat([_padded(one, time, length), _padded(two, time, length)], batch))
         for states, number, state in _states(layer):
             getattr(layer, states)[number] = torch.cat([state, getattr(added, states)[number]])
+        if compressed_keys.is_compressed(layer):
+            compressed_keys.set_rows(layer, compressed_keys.rows_of(layer) + compressed_keys.rows_of(added))
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = max(layer.cumulative_length, added.cumulative_length)
 
 
 def leave(cache: Any, kept: Sequence[int], length: int) -> None:
     """Keep some rows of a cache. length: of the longest of them, in tokens."""
-    for layer in cache.layers:
+    for layer in _holders(cache):
         for name, batch, time in _by_token(layer):
             rows = _rows(getattr(layer, name), kept, batch)
             short = min(rows.shape[time], length)
             setattr(layer, name, rows.narrow(time, rows.shape[time] - short, short))
         for states, number, state in _states(layer):
             getattr(layer, states)[number] = _rows(state, kept, 0)
+        if compressed_keys.is_compressed(layer):
+            rows = compressed_keys.rows_of(layer)
+            compressed_keys.set_rows(layer, [rows[i] for i in kept])
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = length
+
+
+def _holders(cache: Any) -> list[Any]:
+    """What of a cache holds tensors: its layers, and the cache itself (MiniMax's running states)."""
+    return [*cache.layers, cache]
 
 
 def _by_token(layer: Any) -> Iterator[tuple[str, int, int]]:
@@ -82,10 +100,11 @@ def _by_token(layer: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _states(layer: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The tensors of the past as a whole: name of their dictionary, key, tensor with the rows first."""
+    """The tensors of the past as a whole: name of their dictionary or list, key, tensor with the rows first."""
     for name in _STATES:
-        for number, state in getattr(layer, name, {}).items():
-            if state is not None:
+        found = getattr(layer, name, {})
+        for number, state in list(found.items() if isinstance(found, dict) else enumerate(found)):
+            if isinstance(state, torch.Tensor):
                 yield name, number, state
 
 
@@ -107,10 +126,10 @@ def _like(cache: Any) -> Any:
     """Another cache with the same tensors, of which each may be set without changing the first."""
     made = copy.copy(cache)
     made.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in made.layers:
+    for layer in _holders(made):
         for name, value in vars(layer).items():
-            if isinstance(value, dict):
-                setattr(layer, name, dict(value))
+            if isinstance(value, (dict, list)):
+                setattr(layer, name, copy.copy(value))
     return made
 
 
@@ -120,7 +139,7 @@ def _part(cache: Any, row: int, begin: int, length: int) -> Any:
     A window's keys are all there, as older ones than the window's are not.
     """
     made = _like(cache)
-    for layer in made.layers:
+    for layer in _holders(made):
         whole = bool(getattr(layer, "is_sliding", False))
         for name, batch, time in _by_token(layer):
             tensor = getattr(layer, name)
@@ -129,6 +148,8 @@ def _part(cache: Any, row: int, begin: int, length: int) -> Any:
             setattr(layer, name, of_row.to("cpu", copy=True).contiguous())
         for states, number, state in _states(layer):
             getattr(layer, states)[number] = state[row : row + 1].to("cpu", copy=True)
+        if compressed_keys.is_compressed(layer):
+            compressed_keys.alone(layer, row, torch.device("cpu"))
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = length
     return made
@@ -136,8 +157,10 @@ def _part(cache: Any, row: int, begin: int, length: int) -> Any:
 
 def _nbytes(cache: Any) -> int:
     """Bytes of its tensors."""
-    by_token = sum(getattr(layer, name).nbytes for layer in cache.layers for name, _, _ in _by_token(layer))
-    return by_token + sum(state.nbytes for layer in cache.layers for _, _, state in _states(layer))
+    layers = _holders(cache)
+    by_token = sum(getattr(layer, name).nbytes for layer in layers for name, _, _ in _by_token(layer))
+    compressed = sum(compressed_keys.nbytes(layer) for layer in cache.layers)
+    return by_token + compressed + sum(state.nbytes for layer in layers for _, _, state in _states(layer))
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,13 +182,15 @@ class Checkpoint:
         """A cache of one row that goes on from here."""
         made = _like(self.part)
         parts = [one.part for one in reversed(self.line)]
-        for i, layer in enumerate(made.layers):
+        for i, layer in enumerate(_holders(made)):
             whole = bool(getattr(layer, "is_sliding", False))
             for name, _, time in _by_token(layer):
                 pieces = [getattr(part.layers[i], name) for part in (parts[-1:] if whole else parts)]
                 setattr(layer, name, torch.cat(pieces, time).to(device))  # new also where it is one piece
             for states, number, state in _states(layer):
                 getattr(layer, states)[number] = state.to(device, copy=True)  # a forward writes into it
+            if compressed_keys.is_compressed(layer):
+                compressed_keys.alone(layer, 0, device)
         return made
 
 
