@@ -61,7 +61,7 @@ def _lengths(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(tensor: torch.Tensor, dim: int, by: torch.Tensor, forward: bool) -> torch.Tensor:
-    """The tensor [B, ..] with each row turned along a dimension, so that `by` [B] items go from front to end, or back."""
+    """A tensor [B, ..], each row turned along a dimension: `by` [B] items go from the front to the end, or back."""
     size, dim = tensor.shape[dim], dim % tensor.ndim
     at = torch.arange(size, device=tensor.device)[None] + (by if forward else -by)[:, None]
     shape = [1] * tensor.ndim

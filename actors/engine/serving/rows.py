@@ -9,8 +9,9 @@ latent attention, an index that chooses keys.
 
 The mask and the positions of each row are those of its own tokens, as in a batch of `generate` padded on the left;
 parts of a model that padding would shift run row by row (`block_index`, `compressed_keys`). A model whose cache has
-layers of a kind that nobody knows keeps a cache for each request, and they take turns. Some models forget the past when they are fed several tokens; a short prompt at the start shows it, and then
-prompts run whole and nothing is kept of them.
+layers of a kind that nobody knows keeps a cache for each request, and they take turns. Some models forget the past
+when they are fed several tokens; a short prompt at the start shows it, and then prompts run whole and nothing is kept
+of them.
 """
 
 from __future__ import annotations
