@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...errors import size
-from ..settings import EngineSettings
+from ..settings import EngineSettings, LinkSettings
 from ..store.files import StoreView
 from ..store.format import Published
 from .cache.device import PinReport
@@ -55,7 +55,7 @@ def describe(
         "store_path": view.path,
         "store_bytes": sum(record.nbytes for record in manifest.files()),
         "expert_kernel": engine.kernels.plan.as_dict(),
-        "link": settings.link.model_dump() if emulated else {"gbps": None, "latency_us": None},
+        "link": settings.link.model_dump() if emulated else dict.fromkeys(LinkSettings.model_fields),
         "pinned": None if pinned is None else pinned.staged == 0 and len(view.layers) == len(manifest.layers),
         "pinned_bytes": None if pinned is None else pinned.registered + pinned.copied,
         "staged_bytes": None if pinned is None else pinned.staged,
