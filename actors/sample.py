@@ -39,9 +39,7 @@ class ProcessSample:
     peers: dict[str, Counters] = field(default_factory=dict)
 
 
-def take_sample(
-    counters: Mapping[str, float] = _NOTHING, peers: Mapping[str, Counters] = _NOTHING
-) -> ProcessSample:
+def take_sample(counters: Mapping[str, float] = _NOTHING, peers: Mapping[str, Counters] = _NOTHING) -> ProcessSample:
     """The sample of this process with these counters."""
     times, rss_bytes = os.times(), int(psutil.Process().memory_info().rss)
     return ProcessSample(time.time(), os.getpid(), rss_bytes, times.user + times.system, dict(counters), dict(peers))
