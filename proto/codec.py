@@ -108,7 +108,7 @@ class Form:
         self.arrays_of = _getter([array.name for array in self.arrays])
 
     def made(self, parts: Sequence[Any]) -> Any:
-        """The value of these fields, in the order of `places`; a frozen class's `__init__` takes three times."""
+        """The value of these fields, in the order of `places`; a frozen class's `__init__` takes thrice the time."""
         value = object.__new__(self.declared)
         vars(value).update(zip(self.places, parts, strict=True))
         return value
