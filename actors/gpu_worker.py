@@ -439,7 +439,8 @@ def _draft(settings: EngineSettings, engine: Any, batcher: Any) -> list[str]:
     if drafts.kind == "off" or (drafts.kind == "auto" and (stepped or not settings.policy.lossless)):
         return []
     pricing = DraftPricing(drafts.tokens, engine.experts, engine.top_k)
-    because = batcher.draft(pricing, engine.decode_counts)
+    with engine.alone:  # a model's own cache is tried
+        because = batcher.draft(pricing, engine.decode_counts)
     engine.stats().drafts = pricing.stats if because is None else None
     return [] if because is None else [f"no tokens are drafted: {because}"]
 

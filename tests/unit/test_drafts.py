@@ -14,16 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import settings as bounded
 from hypothesis import strategies as st
-from serving import policy, prepared, serving, settings
-from tiny_models import VOCAB, save_tiny_checkpoint, tiny_config
-from transformers import AutoModelForCausalLM
+from serving import gathered, policy, prepared, reference_greedy, serving, settings
+from tiny_models import ALL_TYPES, VOCAB, save_tiny_checkpoint, tiny_model
 
 from tiermoe.actors import gpu_worker
 from tiermoe.actors.engine.serving import drafts
 from tiermoe.actors.engine.serving.sampling import verified_tokens
 from tiermoe.actors.engine.serving.streams import Stream, Streams
 from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
-from tiermoe.actors.policies.drafts import DraftPricing, NgramIndex, Proposal, StepTime, Verified
+from tiermoe.actors.policies.drafts import DecodeCounts, DraftPricing, NgramIndex, Proposal, StepTime, Verified
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import DraftSettings, KvSettings, LinkSettings
 
@@ -254,7 +253,8 @@ def answers(worker: GpuWorker, requests: Sequence[GenerationRequest]) -> list[tu
     return found
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])  # full attention; windows of 8 tokens beside it
+# full attention; windows of 8 tokens beside it; running states
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", "qwen3_next"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("drafts")
     return prepared(save_tiny_checkpoint(request.param, folder / "model"), folder / "store")
@@ -270,6 +270,8 @@ def guessing(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Guessing]]:
 
 @pytest.mark.parametrize("compiled", ["off", "native"])
 def test_the_same_tokens(store: Any, guessing: type[Guessing], compiled: str) -> None:
+    if compiled == "native" and store.describe().manifest.architecture == "Qwen3NextForCausalLM":
+        pytest.skip("the native program runs steps on a paged cache")
     requests = asked(1)
     with serving(store, settings(0.5, "next-gate", kv=KV, compile=compiled)) as plain:
         expected = answers(plain, requests)
@@ -306,7 +308,7 @@ def test_drafts_give_way_where_the_cache_is_full(store: Any, guessing: type[Gues
         ("auto", {"link": LinkSettings(gbps=1.0, layer_us=10.0)}, False),  # for runs that repeat exactly
         ("auto", {"policy": policy().model_copy(update={"lossless": False})}, False),
         ("ngram", {"policy": policy().model_copy(update={"lossless": False})}, True),
-        ("auto", {"kv": KvSettings(batching="serial", page_size=16)}, False),
+        ("auto", {"kv": KvSettings(batching="serial", page_size=16)}, True),
     ],
 )
 def test_who_is_drafted(tmp_path: Path, kind: Any, more: dict[str, Any], drafts_: bool) -> None:
@@ -314,12 +316,44 @@ def test_who_is_drafted(tmp_path: Path, kind: Any, more: dict[str, Any], drafts_
     with serving(store, settings(0.5, drafts=DraftSettings(kind=kind), **more)) as worker:
         assert (worker.stats().drafts is not None) is drafts_
         assert worker.plan()["drafts"] == ({"kind": kind, "tokens": 7} if drafts_ else None)
-        noted = any("no tokens are drafted" in note for note in worker.plan()["notes"])
-        assert noted is ("kv" in more)
+        assert not any("no tokens are drafted" in note for note in worker.plan()["notes"])
 
 
-def test_a_recurrent_model_says_why_it_is_not_drafted() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_next")).eval()
-    with closing(make_batcher(model, KvSettings(page_size=16, num_blocks=16))) as batcher:
-        because = batcher.draft(DraftPricing(7, 8, 2), lambda: pytest.fail("nothing is measured"))
-    assert because == "only the paged KV cache gives the rows of rejected tokens back"
+_OWN = (
+    "deepseek_v2", "qwen3_next", "lfm2_moe", "jamba", "nemotron_h", "mimo_v2_flash", "deepseek_v32", "qwen4_exp",
+)  # fmt: skip
+_KEPT = {"minimax"}  # whose cache has layers of its own
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in {*_OWN, *_KEPT} else pytest.param(n, marks=pytest.mark.slow) for n in ALL_TYPES]
+)
+def test_a_models_own_cache_gives_rejected_tokens_back(name: str, guessing: type[Guessing]) -> None:
+    """Alone and in company, with arrivals and a cancellation; or it says that it does not."""
+    model, draw = tiny_model(name), random.Random(2)
+    prompts = [[draw.randrange(3, 120) for _ in range(length)] for length in (6, 1, 9, 30, 14)]
+    expected = reference_greedy(model, prompts, 16, ignore_eos=True)
+    guessing.known = {tuple(prompt): tokens for prompt, tokens in zip(prompts, expected, strict=True)}
+    steps = itertools.count(1)
+    with closing(make_batcher(model, KvSettings(page_size=16, num_blocks=24, max_batch_tokens=24))) as batcher:
+        pricing = Always(4, 8, 2)
+        because = batcher.draft(pricing, lambda: DecodeCounts(next(steps), 0, 0.0, 0.0))
+
+        def ask(i: int, turn: str, tokens: int = 16) -> Stream:
+            request = GenerationRequest(f"{turn} {i}", tuple(prompts[i]), SamplingParams(tokens, ignore_eos=True))
+            return batcher.submit(request)
+
+        for i in (0, 1, 3):
+            assert gathered(ask(i, "alone")).token_ids == expected[i]
+        left = ask(3, "left", 100)
+        assert next(iter(left)).token_ids
+        streams = [ask(i, "beside") for i in range(5)]
+        batcher.cancel(left)
+        assert [gathered(stream).token_ids for stream in streams] == expected
+    drafted = because is None
+    assert drafted or because in (
+        "its cache does not give the rows of rejected tokens back", "its positions depend on the length of the text"
+    )  # fmt: skip
+    assert not (drafted and name in _KEPT)
+    assert drafted or name not in _OWN
+    assert drafted == (0 < pricing.stats.accepted < pricing.stats.drafted)

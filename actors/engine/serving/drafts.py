@@ -1,9 +1,10 @@
 """Drafted tokens in the batched loop: where they come from, when they may be fed, and what a step with them took.
 
 A request's drafts are rows behind that of its last token, in the same forward. `sampling.verified_tokens` accepts them
-in order; the first that is another token than the request's own is rejected, with all behind it, and the KV cache
-writes over their rows. A window of sliding attention is a ring whose old keys rejected rows would take, so a request is
-drafted there only while its text, with the drafts, is shorter than the window.
+in order; the first that is another token than the request's own is rejected, with all behind it. The paged KV cache
+writes over the rows of rejected drafts; a model's own cache is rewound (`rewinding`). A window of sliding attention in
+the paged cache is a ring whose old keys rejected rows would take, so a request is drafted there only while its text,
+with the drafts, is shorter than the window.
 """
 
 from __future__ import annotations
@@ -25,16 +26,25 @@ class NoDrafts:
     def begin(self) -> None:
         """A step begins."""
 
+    def give(self, asked: Sequence[tuple[str, int]], room: int) -> list[list[int]]:
+        """The drafts that the step feeds, of each request; there may be none.
+
+        Args:
+            asked: requests of the step, by name, and how many drafts each may have.
+            room: drafts of all together, at most.
+        """
+        return [[] for _ in asked]
+
     def choose(self, processor: Any) -> bool:
-        """Give the requests drafts that pay; whether there are any."""
+        """Give the requests of a paged cache drafts that pay; whether there are any."""
         return False
 
     def of(self, requests: Sequence[Any]) -> list[list[int]]:
-        """The drafts that the step feeds, of each request that gets a token."""
+        """The drafts that the step feeds, of each request of a paged cache that gets a token."""
         return []
 
-    def took(self, states: Sequence[Any], accepted: Sequence[Sequence[int]]) -> None:
-        """A step that only decodes ended. accepted: drafts of each of its states; empty: none had any."""
+    def took(self, names: Sequence[str], accepted: Sequence[Sequence[int]]) -> None:
+        """A step that only decodes ended. accepted: drafts of each of its requests; empty: none had any."""
 
 
 class Drafter(NoDrafts):
@@ -59,6 +69,32 @@ class Drafter(NoDrafts):
     def begin(self) -> None:
         self._begun = self._clock(), self._counts()
 
+    def give(self, asked: Sequence[tuple[str, int]], room: int) -> list[list[int]]:
+        self._fed = {}
+        found = [self._proposal(name, most) for name, most in asked]
+        if any(tokens for tokens, _ in found):
+            self._pricing.copy_s = self._begun[1].copy_s
+            counts = self._pricing.choose([Proposal(len(tokens), match) for tokens, match in found], room)
+            for (name, _), (tokens, match), count in zip(asked, found, counts, strict=True):
+                if count:
+                    self._fed[name] = match, tokens[:count]
+        return [self._fed.get(name, (0, []))[1] for name, _ in asked]
+
+    def _proposal(self, name: str, room: int) -> tuple[list[int], int]:
+        """Tokens that may follow a request's last one, and the length of the match."""
+        stream = self._streams.get(name)
+        if stream is None:
+            return [], 0
+        room = min(room, self._pricing.most, stream.request.sampling.max_tokens - len(stream.generated) - 1)
+        if room <= 0:
+            return [], 0
+        text = self._texts.setdefault(name, NgramIndex())
+        prompt = stream.request.prompt_ids
+        if not len(text):
+            text.extend(prompt)
+        text.extend(stream.generated[len(text) - len(prompt) :])
+        return text.propose(room)
+
     def choose(self, processor: Any) -> bool:
         scheduler, states = processor.scheduler, list(processor.scheduler.active_requests.values())
         self._fed = {}
@@ -68,35 +104,15 @@ class Drafter(NoDrafts):
             del state.tokens_to_process[1:]
         if used_share(processor.cache) > _FULL:
             return False
-        found = [self._proposal(state, processor.cache) for state in states]
-        if not any(tokens for tokens, _ in found):
-            return False
-        self._pricing.copy_s = self._begun[1].copy_s
-        proposals = [Proposal(len(tokens), match) for tokens, match in found]
-        counts = self._pricing.choose(proposals, processor.max_batch_tokens - len(states))
-        for state, (tokens, match), count in zip(states, found, counts, strict=True):
-            if count:
-                state.tokens_to_process += tokens[:count]
-                self._fed[state.request_id] = match, tokens[:count]
+        windows = [getattr(each, "sliding_window", 0) for each in processor.cache.cache_allocators.values()]
+        shortest = min(filter(None, windows), default=None)
+        asked = [
+            (state.request_id, self._pricing.most if shortest is None else shortest - 1 - state.position_offset)
+            for state in states
+        ]
+        for state, drafts in zip(states, self.give(asked, processor.max_batch_tokens - len(states)), strict=True):
+            state.tokens_to_process += drafts
         return bool(self._fed)
-
-    def _proposal(self, state: Any, cache: Any) -> tuple[list[int], int]:
-        """Tokens that may follow a request's last one, and the length of the match."""
-        stream = self._streams.get(state.request_id)
-        if stream is None:
-            return [], 0
-        room = min(self._pricing.most, stream.request.sampling.max_tokens - len(stream.generated) - 1)
-        for allocator in cache.cache_allocators.values():
-            if window := getattr(allocator, "sliding_window", 0):
-                room = min(room, window - 1 - state.position_offset)
-        if room <= 0:
-            return [], 0
-        text = self._texts.setdefault(state.request_id, NgramIndex())
-        prompt = stream.request.prompt_ids
-        if not len(text):
-            text.extend(prompt)
-        text.extend(stream.generated[len(text) - len(prompt) :])
-        return text.propose(room)
 
     def of(self, requests: Sequence[Any]) -> list[list[int]]:
         found = []
@@ -107,7 +123,7 @@ class Drafter(NoDrafts):
                 found.append(tokens if fed else [])  # one that is fed again from its begin has none
         return found
 
-    def took(self, states: Sequence[Any], accepted: Sequence[Sequence[int]]) -> None:
+    def took(self, names: Sequence[str], accepted: Sequence[Sequence[int]]) -> None:
         (begun_s, before), now = self._begun, self._counts()
         step = StepTime(
             self._clock() - begun_s, now.needed - before.needed, now.missed - before.missed,
@@ -116,9 +132,9 @@ class Drafter(NoDrafts):
         if step.needed <= 0:  # the counters were reset meanwhile
             return
         if not accepted:
-            verified = [Verified(0, 0, 0)] * len(states)
+            verified = [Verified(0, 0, 0)] * len(names)
         else:
-            fed = [self._fed.get(state.request_id, (0, [])) for state in states]
+            fed = [self._fed.get(name, (0, [])) for name in names]
             verified = [
                 Verified(match, len(tokens), len(right)) for (match, tokens), right in zip(fed, accepted, strict=True)
             ]

@@ -247,7 +247,7 @@ class Steps:
             delivered.append((state.request_id, (*before, token), ended))
         self.deliver(delivered)
         if batch.decodes and not self._failed:
-            self.drafts.took(batch.states, batch.drafts)
+            self.drafts.took([state.request_id for state in batch.states], batch.drafts)
         if self._failed:
             self._end_failed(batch, scheduler)
         self._last = batch if batch.repeats else None
