@@ -312,7 +312,8 @@ def add_head(checkpoint: Path, behind: bool, dense: bool = False, scale: float =
         layer["mlp.down_proj.weight"] = torch.randn(HIDDEN, 64) * 0.3
     norm, project = torch.full((HIDDEN,), scale), torch.randn(HIDDEN, 2 * HIDDEN) * 0.3
     if behind:
-        layer |= {"enorm.weight": norm, "hnorm.weight": norm, "eh_proj.weight": project, "shared_head.norm.weight": norm}
+        layer |= {f"{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
+        layer |= {"eh_proj.weight": project}
         layer |= {"embed_tokens.weight": tensors["model.embed_tokens.weight"]}
         head = {f"model.layers.{last + 1}.{name}": tensor for name, tensor in layer.items()}
     else:

@@ -15,6 +15,7 @@ _KNOWN = 4  # steps without drafts before the first with some
 _PROBE = 48  # steps with drafts in a row; then one without, which says what that takes now
 _DECAY = 1 / 16  # weight of the last step in a mean
 _FORGET = 0.98  # of earlier tokens and steps, in counts and fits
+_SURE = 4  # match of a class that may pay, before any was measured
 _OUTLIER = 4.0  # of the prediction: longer steps were interrupted
 
 
@@ -173,13 +174,26 @@ class DraftPricing:
         Args:
             room: drafted tokens of all requests, at most.
         """
-        counts = [0] * len(proposals)
-        plain = self._plain.get(len(proposals))
-        if plain is None or plain.steps < _KNOWN or self._account is None or self._account <= 0:
-            return counts
+        if not self._may(len(proposals)):
+            return [0] * len(proposals)
         if self._in_a_row >= _PROBE:
             self._in_a_row = 0
-            return counts
+            return [0] * len(proposals)
+        return self._best(proposals, room)
+
+    def promises(self, requests: int) -> bool:
+        """Whether drafts of the best class that was measured would be chosen: else it is not worth to make them."""
+        best = max((1 << (size - 1) for size in self._odds), default=_SURE, key=self.odds)
+        likely = Proposal(self.most, max((best, _SURE), key=self.odds))
+        return self._may(requests) and self._in_a_row < _PROBE and any(self._best([likely] * requests, 1 << 16))
+
+    def _may(self, requests: int) -> bool:
+        """Whether steps of so many requests are known, and the account has something."""
+        plain = self._plain.get(requests)
+        return plain is not None and plain.steps >= _KNOWN and self._account is not None and self._account > 0
+
+    def _best(self, proposals: Sequence[Proposal], room: int) -> list[int]:
+        counts, plain = [0] * len(proposals), self._plain[len(proposals)]
         gains = sorted(
             ((self.odds(proposal.match) ** place, request, place)
              for request, proposal in enumerate(proposals)
@@ -259,6 +273,11 @@ class DraftPricing:
             self._rest.add(1, self._rest_over(1))
             self._rest.add(8, self._rest_over(8))
         self._rest.add(drafted, min(_OUTLIER, (step.seconds - step.waited_s) / max(plain.rest_s, 1e-9)))
+
+    def spent(self, seconds: float, requests: int) -> None:
+        """Seconds that went into drafts of so many requests, of which none was chosen."""
+        if (plain := self._plain.get(requests)) is not None:
+            self._add(-seconds, plain)
 
     def _took_plain(self, step: StepTime, plain: _Plain) -> None:
         after_drafts, self._in_a_row = self._in_a_row > 0, 0

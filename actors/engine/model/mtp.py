@@ -103,6 +103,7 @@ def build_head(folder: Path, model: Any, device: torch.device) -> Any:
     if left := own.symmetric_difference(tensors):
         what = f"the store's head for drafts does not fit the model: {', '.join(sorted(left)[:3])}"
         raise UnsupportedModelError(what, "prepare the store again with --force")
+    head.embed_tokens = head.shared_head = head.rotary_emb = None  # the model's, which stay as they are
     assign_dense(head, tensors, set(), device)
     head.set_experts_implementation("eager")  # of few rows
     head.tie_with_main_model(model)

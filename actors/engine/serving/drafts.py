@@ -1,5 +1,8 @@
 """Drafted tokens in the batched loop: where they come from, when they may be fed, and what a step with them took.
 
+They are tokens that followed the text's last ones before, or those of the model's own head (`head`), which is asked
+where the text does not repeat itself over `_REPEATS` tokens and drafts may pay.
+
 A request's drafts are rows behind that of its last token, in the same forward. `sampling.verified_tokens` accepts them
 in order; the first that is another token than the request's own is rejected, with all behind it. The paged KV cache
 writes over the rows of rejected drafts; a model's own cache is rewound (`rewinding`). A window of sliding attention in
@@ -14,9 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...policies.drafts import DecodeCounts, DraftPricing, NgramIndex, Proposal, StepTime, Verified
+from ...policies.routing import SequenceRows
+from .head import HeadDrafts
 from .scheduler import used_share
-from .streams import Streams
+from .streams import Stream, Streams
 
+_REPEATS = 8  # tokens
 _FULL = 0.9  # share of the KV cache in use from which nothing is drafted: rejected rows would take others' room
 
 
@@ -43,25 +49,30 @@ class NoDrafts:
         """The drafts that the step feeds, of each request of a paged cache that gets a token."""
         return []
 
+    def carries(self, rows: Sequence[SequenceRows], places: Sequence[int]) -> None:
+        """The next forward carries these rows; places: in its text, of the first of each request."""
+
     def took(self, names: Sequence[str], accepted: Sequence[Sequence[int]]) -> None:
         """A step that only decodes ended. accepted: drafts of each of its requests; empty: none had any."""
 
 
 class Drafter(NoDrafts):
-    """Prompt-lookup drafts, priced (`policies.drafts`).
+    """Drafts, priced (`policies.drafts`).
 
     Args:
         streams: the requests.
         pricing: decides.
         counts: of the experts, now.
+        head: of the model; None: drafts are of the text alone.
         clock: seconds.
     """
 
     def __init__(
         self, streams: Streams, pricing: DraftPricing, counts: Callable[[], DecodeCounts],
-        clock: Callable[[], float] = time.perf_counter,
+        head: HeadDrafts | None = None, clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._streams, self._pricing, self._counts, self._clock = streams, pricing, counts, clock
+        self._head, self._asked_s = head, 0.0  # seconds of the head in the step under way
         self._texts: dict[str, NgramIndex] = {}  # of each request's prompt and tokens
         self._fed: dict[str, tuple[int, list[int]]] = {}  # of the step under way, by request: match and drafts
         self._begun = 0.0, counts()
@@ -71,7 +82,9 @@ class Drafter(NoDrafts):
 
     def give(self, asked: Sequence[tuple[str, int]], room: int) -> list[list[int]]:
         self._fed = {}
-        found = [self._proposal(name, most) for name, most in asked]
+        begun_s, heads = self._clock(), self._head is not None and self._pricing.promises(len(asked))
+        found = [self._proposal(name, most, heads) for name, most in asked]
+        self._asked_s = self._clock() - begun_s if heads else 0.0
         if any(tokens for tokens, _ in found):
             self._pricing.copy_s = self._begun[1].copy_s
             counts = self._pricing.choose([Proposal(len(tokens), match) for tokens, match in found], room)
@@ -80,8 +93,8 @@ class Drafter(NoDrafts):
                     self._fed[name] = match, tokens[:count]
         return [self._fed.get(name, (0, []))[1] for name, _ in asked]
 
-    def _proposal(self, name: str, room: int) -> tuple[list[int], int]:
-        """Tokens that may follow a request's last one, and the length of the match."""
+    def _proposal(self, name: str, room: int, heads: bool) -> tuple[list[int], int]:
+        """Tokens that may follow a request's last one, and the length of the match. heads: ask the head, too."""
         stream = self._streams.get(name)
         if stream is None:
             return [], 0
@@ -93,11 +106,14 @@ class Drafter(NoDrafts):
         if not len(text):
             text.extend(prompt)
         text.extend(stream.generated[len(text) - len(prompt) :])
-        return text.propose(room)
+        tokens, match = text.propose(room)
+        if self._head is None or match >= _REPEATS:
+            return tokens, match
+        return self._head.propose(name, [*prompt, *stream.generated], room) if heads else ([], 0)
 
     def choose(self, processor: Any) -> bool:
         scheduler, states = processor.scheduler, list(processor.scheduler.active_requests.values())
-        self._fed = {}
+        self._fed, self._asked_s = {}, 0.0
         if not scheduler.only_decodes:
             return False
         for state in states:  # those of a step that had no room for it
@@ -123,6 +139,18 @@ class Drafter(NoDrafts):
                 found.append(tokens if fed else [])  # one that is fed again from its begin has none
         return found
 
+    def carries(self, rows: Sequence[SequenceRows], places: Sequence[int]) -> None:
+        if self._head is None:
+            return
+        held = [self._streams.get(row.name) for row in rows]
+        self._head.carries(
+            rows,
+            [
+                place if stream is None or not row.decode else _last_of(stream)
+                for row, stream, place in zip(rows, held, places, strict=True)
+            ],
+        )
+
     def took(self, names: Sequence[str], accepted: Sequence[Sequence[int]]) -> None:
         (begun_s, before), now = self._begun, self._counts()
         step = StepTime(
@@ -138,6 +166,16 @@ class Drafter(NoDrafts):
             verified = [
                 Verified(match, len(tokens), len(right)) for (match, tokens), right in zip(fed, accepted, strict=True)
             ]
+        if not accepted and self._asked_s:  # for nothing
+            step = step._replace(seconds=max(step.seconds - self._asked_s, step.waited_s))
+            self._pricing.spent(self._asked_s, len(names))
         self._pricing.took(step, verified)
         for name in [name for name in self._texts if not self._streams.is_open(name)]:
             del self._texts[name]
+        if self._head is not None:
+            self._head.keep(self._streams.is_open)
+
+
+def _last_of(stream: Stream) -> int:
+    """The place of the last token in a request's text."""
+    return len(stream.request.prompt_ids) + len(stream.generated) - 1

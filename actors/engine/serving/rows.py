@@ -36,6 +36,7 @@ from ...settings import Attention, KvSettings
 from ..model.lengths import lengths_of
 from .batcher import loop_died, open_streams, probed
 from .drafts import Drafter, NoDrafts
+from .head import HeadDrafts
 from .rewinding import Rewinding
 from .sampling import PromptScorer, prompt_rows, verified_tokens
 from .states import Checkpoints, is_known, join, leave
@@ -175,13 +176,15 @@ class RowBatcher:
             ) from cause
 
     @torch.no_grad()
-    def draft(self, pricing: DraftPricing, counts: Callable[[], DecodeCounts]) -> str | None:
+    def draft(
+        self, pricing: DraftPricing, counts: Callable[[], DecodeCounts], head: HeadDrafts | None = None
+    ) -> str | None:
         """Verify drafts from now on, while no request runs; the reason if that cannot be."""
         if self._lengths.any:
             return "its positions depend on the length of the text"
         if not self._rewinds():
             return "its cache does not give the rows of rejected tokens back"
-        self._drafts = Drafter(self.streams, pricing, counts)
+        self._drafts = Drafter(self.streams, pricing, counts, head)
         return None
 
     def _rewinds(self) -> bool:
@@ -466,10 +469,10 @@ class RowBatcher:
         wanted: the last tokens of each that logits are wanted of; there may be more.
         """
         fed = ids.shape[1]
+        carried = [SequenceRows(name, i * fed, (i + 1) * fed, decode) for i, name in enumerate(names)]
         if self._watcher is not None:
-            self._watcher.begin_forward(
-                [SequenceRows(name, i * fed, (i + 1) * fed, decode) for i, name in enumerate(names)]
-            )
+            self._watcher.begin_forward(carried)
+        self._drafts.carries(carried, lengths)
         with self._lengths.of([(fed, prompt) for prompt in prompts]):
             inputs = self._inputs(lengths, fed, wanted)
             return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)

@@ -223,6 +223,7 @@ class Steps:
             self._scorer.expect(self._wanted(batch))
         if self._watcher is not None:
             self._watcher.begin_forward(batch.rows)
+        self.drafts.carries(batch.rows, [r.state.position_offset - r.query_length for r in batch.requests])
         batch.tokens = self.compute(batch)
         scheduler, delivered = processor.scheduler, []
         if self.memory is not None:
