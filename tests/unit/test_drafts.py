@@ -14,17 +14,25 @@ import torch
 from hypothesis import given
 from hypothesis import settings as bounded
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from serving import gathered, policy, prepared, reference_greedy, serving, settings
-from tiny_models import ALL_TYPES, VOCAB, save_tiny_checkpoint, tiny_model
+from tiny_models import ALL_TYPES, VOCAB, add_head, save_tiny_checkpoint, tiny_model
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 from tiermoe.actors import gpu_worker
+from tiermoe.actors.engine.model.mtp import build_head
 from tiermoe.actors.engine.serving import drafts
+from tiermoe.actors.engine.serving.head import HeadDrafts
 from tiermoe.actors.engine.serving.sampling import verified_tokens
 from tiermoe.actors.engine.serving.streams import Stream, Streams
 from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
 from tiermoe.actors.policies.drafts import DecodeCounts, DraftPricing, NgramIndex, Proposal, StepTime, Verified
+from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import DraftSettings, KvSettings, LinkSettings
+from tiermoe.errors import ConfigError
 
 PLAIN = StepTime(seconds=0.010, needed=64, missed=32, waited_s=0.006)
 
@@ -207,6 +215,9 @@ class Always(DraftPricing):
     def choose(self, proposals: Sequence[Proposal], room: int) -> list[int]:
         return [min(proposal.tokens, room // len(proposals)) for proposal in proposals]
 
+    def promises(self, requests: int) -> bool:
+        return True
+
 
 class Guessing(NgramIndex):
     """Proposes the right next tokens (`known`, by prompt), each with a chance of three quarters, else another."""
@@ -315,7 +326,7 @@ def test_who_is_drafted(tmp_path: Path, kind: Any, more: dict[str, Any], drafts_
     store = prepared(save_tiny_checkpoint("qwen3_moe", tmp_path / "model"), tmp_path / "store")
     with serving(store, settings(0.5, drafts=DraftSettings(kind=kind), **more)) as worker:
         assert (worker.stats().drafts is not None) is drafts_
-        assert worker.plan()["drafts"] == ({"kind": kind, "tokens": 7} if drafts_ else None)
+        assert worker.plan()["drafts"] == ({"kind": kind, "tokens": 7, "head": False} if drafts_ else None)
         assert not any("no tokens are drafted" in note for note in worker.plan()["notes"])
 
 
@@ -357,3 +368,96 @@ def test_a_models_own_cache_gives_rejected_tokens_back(name: str, guessing: type
     assert not (drafted and name in _KEPT)
     assert drafted or name not in _OWN
     assert drafted == (0 < pricing.stats.accepted < pricing.stats.drafted)
+
+
+# -- the model's own head ----------------------------------------------------------------------------------------------
+
+HEADS = {"qwen3_moe": False, "qwen3_next": False, "deepseek_v3": True, "glm4_moe": True, "mellum": False}  # `behind`
+
+
+@pytest.fixture(scope="module", params=[*HEADS, "qwen3_moe dense"])
+def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint with a head for drafts, and its store."""
+    name, _, dense = request.param.partition(" ")
+    folder: Path = tmp_path_factory.mktemp("head")
+    checkpoint = add_head(save_tiny_checkpoint(name, folder / "model"), HEADS[name], bool(dense))
+    return checkpoint, prepared(checkpoint, folder / "store")
+
+
+def loaded(headed: tuple[Path, Any]) -> tuple[Any, Any]:
+    """transformers' model of the checkpoint, and the store's head on it."""
+    checkpoint, store = headed
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return model, build_head(Path(store.describe().path), model, torch.device("cpu"))
+
+
+def test_a_head_is_loaded_as_transformers_loads_it(headed: tuple[Path, Any]) -> None:
+    """Where transformers loads the type's head; it says less of a configuration than the tensors do."""
+    model, head = loaded(headed)
+    config, before = model.config, {name: one.clone() for name, one in model.named_buffers()}
+    config.num_mtp_layers = 1
+    for kinds in ("layer_types", "mlp_layer_types"):
+        if getattr(config, kinds, None) is not None and getattr(config, f"mtp_{kinds}", None) is None:
+            setattr(config, f"mtp_{kinds}", ["sparse" if kinds.startswith("mlp") else "full_attention"])
+    if "mtp.layers.0.mlp.gate_proj.weight" in load_file(headed[0] / "model.safetensors"):
+        config.mlp_only_layers = [0]
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp\.", rf"model\.layers\.{config.num_hidden_layers}\."]
+    expected = MtpModel.from_pretrained(model, device_map={"": "cpu"}).state_dict()
+    found = head.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert all(torch.equal(one, before[name]) for name, one in model.named_buffers())
+
+
+@torch.no_grad()
+def test_drafts_are_what_the_head_gives_for_the_whole_text(headed: tuple[Path, Any]) -> None:
+    """States come in pieces, with those of rejected drafts; the reference reads the text at once, with transformers."""
+    model, head = loaded(headed)
+    drafts_, draw = HeadDrafts(head, model), random.Random(3)
+    text = [draw.randrange(3, 120) for _ in range(15)]
+
+    def feed(begin: int, *tokens: int) -> None:
+        drafts_.carries([SequenceRows("r", begin, begin + len(tokens), True)], [begin])
+        model(torch.tensor([[*text[:begin], *tokens]]))
+
+    feed(0, *text[:6])
+    for length, following in [(7, 8), (8, 11), (11, 15), (15, 15)]:
+        found, match = drafts_.propose("r", text[:length], 3)
+        states = model.get_decoder()(torch.tensor([text[: length - 1]]))[0]
+        for place, token in enumerate(found, start=length):
+            ids, places = torch.tensor([[*text[:length], *found][1:place]]), torch.arange(1, place)[None]
+            own = head.forward_layer(0, states, places, MtpCache(config=head.config), input_ids=ids)
+            assert int(head._project_to_logits(own[:, -1:]).argmax()) == token
+            states = torch.cat([states, own[:, -1:]], 1)
+        assert found
+        assert match in (1, 2, 4)
+        feed(length - 1, *text[length - 1 : following - 1], 3, 4)  # two that are rejected
+    assert drafts_.propose("other", text, 3) == ([], 0)
+    drafts_.keep(lambda name: False)
+    assert drafts_.propose("r", text, 3) == ([], 0)
+
+
+def test_the_same_tokens_with_the_models_own_head(headed: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_worker, "DraftPricing", Always)
+    requests, kv = asked(1), KvSettings(page_size=4, num_blocks=128, max_batch_tokens=16)  # prompts in chunks
+    with serving(headed[1], settings(0.5, "next-gate", kv=kv)) as plain:
+        expected = answers(plain, requests)
+    drafting = settings(0.5, "next-gate", kv=kv, drafts=DraftSettings(kind="mtp", tokens=4))
+    with serving(headed[1], drafting) as worker:
+        assert worker.plan()["drafts"] == {"kind": "mtp", "tokens": 4, "head": True}
+        left = worker.submit(GenerationRequest("left", (5, 6, 7), SamplingParams(max_tokens=90, ignore_eos=True)))
+        assert next(iter(left)).token_ids
+        streams = [worker.submit(request) for request in requests]
+        worker.cancel("left")
+        assert [[t for event in stream for t in event.token_ids] for stream in streams] == [e[0] for e in expected]
+        assert answers(worker, requests) == expected
+        for request, own in zip(requests, expected, strict=True):
+            assert answers(worker, [request]) == [own]
+        assert worker.stats().drafts.steps > 0
+
+
+def test_a_store_without_a_head(store: Any) -> None:
+    with pytest.raises(ConfigError, match="its store has no head"), serving(
+        store, settings(0.5, drafts=DraftSettings(kind="mtp"))
+    ):
+        pass

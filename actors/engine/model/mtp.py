@@ -20,7 +20,7 @@ import torch
 
 from ....errors import UnsupportedModelError
 
-FILE = "mtp.safetensors"  # of a store; a checkpoint without an index may have one, too
+FILE = "mtp.safetensors"  # of a store; a checkpoint with one file of weights may have it, too
 
 _OWN = re.compile(r"(?:^|\.)mtp\.(?:layers\.(\d+)\.)?")
 _BEHIND = re.compile(r"(?:^|\.)layers\.(\d+)\.")
