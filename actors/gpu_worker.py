@@ -76,6 +76,7 @@ class GpuWorker:
         self._engine: Any = None
         self._dense: Any = None
         self._batcher: Any = None
+        self._head: Any = None  # of the model, for drafts
         self._plan: dict[str, Any] | None = None
         self._stage, self._stage_begin_s = "created", time.monotonic()
         self._stages_s: dict[str, float] = {}  # seconds of those that are over
@@ -126,6 +127,7 @@ class GpuWorker:
         from .engine.model.architecture import left_out
         from .engine.model.attention import attention_of_steps
         from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
+        from .engine.model.mtp import build_head
         from .store.artifacts import read_policy_artifacts
 
         self._begin("loading weights")
@@ -161,6 +163,8 @@ class GpuWorker:
             artifacts = read_policy_artifacts(settings.policy, folder, manifest)
             vocabulary, no_grammars = _vocabulary_of(folder)
             no_towers = left_out(folder)
+            if settings.drafts.kind in ("auto", "mtp"):
+                self._head = build_head(folder, self._model, device.torch_device)
         blocks = find_blocks(self._model, manifest)
         self._begin("probing")
         model = ModelExperts(
@@ -180,19 +184,46 @@ class GpuWorker:
         )  # fmt: skip
         if recorded:
             self._engine.notes += _record(self._model, self._batcher, settings.kv)
-        self._engine.notes += _draft(settings, self._engine, self._batcher) + self._dense.settle()
+        self._engine.notes += self._draft() + self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             with self._engine.alone:
                 self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
         self.reset_stats()
-        plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
+        plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned, self._head)
         plan["stores"] = self._sources.describe()
         self._begin("serving")
         plan["start_s"] = dict(self._stages_s)
         self._batcher.streams.out_of_memory = _end_process
         self._plan, self._refusal = plan, None  # from now on it serves
         return plan
+
+    def _draft(self) -> list[str]:
+        """Verify drafts from now on, where the settings ask for it; notes for the plan.
+
+        Raises:
+            ConfigError: drafts of the model's own head are asked for, and there are none.
+        """
+        from .engine.serving.head import HeadDrafts
+
+        settings, engine, drafts = self._settings, self._engine, self._settings.drafts
+        stepped = settings.link.layer_us is not None
+        if drafts.kind == "off" or (drafts.kind == "auto" and (stepped or not settings.policy.lossless)):
+            self._head = None
+            return []
+        because = None if self._head is not None else "its store has no head that transformers runs"
+        if self._batcher.replays:
+            because = "decode steps are CUDA graphs, which keep no hidden states"
+        if because is not None:
+            self._head = None
+            if drafts.kind == "mtp":
+                raise ConfigError(f"the model drafts nothing itself: {because}", "use drafts.kind: ngram, or auto")
+        head = None if self._head is None else HeadDrafts(self._head, self._model)
+        pricing = DraftPricing(drafts.tokens, engine.experts, engine.top_k)
+        with engine.alone:  # a model's own cache is tried
+            because = self._batcher.draft(pricing, engine.decode_counts, head)
+        engine.stats().drafts = pricing.stats if because is None else None
+        return [] if because is None else [f"no tokens are drafted: {because}"]
 
     def _shared_memory(self) -> Any:
         """The memory that expert slots and KV cache share; None: each has its own."""
@@ -448,17 +479,6 @@ def _record(model: Any, batcher: Any, kv: KvSettings) -> list[str]:
     if not recorded.replays and recorded.problem is None:
         recorded.problem = "this version of transformers makes each step anew"
     return [] if recorded.problem is None else [f"decode steps are no CUDA graphs: {recorded.problem}"]
-
-
-def _draft(settings: EngineSettings, engine: Any, batcher: Any) -> list[str]:
-    """Verify drafts from now on, where the settings ask for it; notes for the plan."""
-    drafts, stepped = settings.drafts, settings.link.layer_us is not None
-    if drafts.kind == "off" or (drafts.kind == "auto" and (stepped or not settings.policy.lossless)):
-        return []
-    pricing = DraftPricing(drafts.tokens, engine.experts, engine.top_k)
-    because = batcher.draft(pricing, engine.decode_counts)
-    engine.stats().drafts = pricing.stats if because is None else None
-    return [] if because is None else [f"no tokens are drafted: {because}"]
 
 
 def _end_process(error: BaseException) -> None:

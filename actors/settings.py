@@ -285,10 +285,11 @@ class DraftSettings(Settings):
 
     panel = "Model"
 
-    kind: Literal["auto", "ngram", "off"] = Field(
+    kind: Literal["auto", "mtp", "ngram", "off"] = Field(
         default="off",
-        description="drafted tokens, verified in one pass; ngram: those that followed the last ones before, as many as "
-        "pay; auto: ngram, but not with a policy that is lossy; off: none",
+        description="drafted tokens, verified in one pass, as many as pay; ngram: those that followed the last ones "
+        "before; mtp: those of the model's own head, too; auto: mtp where the checkpoint has a head, else ngram, but "
+        "none with a policy that is lossy; off: none",
     )
     tokens: int = Field(
         default=7, ge=1, le=63, description="most drafted tokens of a request in a pass",

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
 from tiermoe.actors.policies.sharding import Ownership
@@ -126,12 +126,20 @@ class Scale(Served):
     ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
 
 
+class DraftKind(StrEnum):
+    """Drafts of `drafts`, as in `drafts.kind`."""
+
+    NGRAM = "ngram"
+    MTP = "mtp"
+
+
 class Drafts(Options):
-    """Prompt-lookup drafts against none: tokens a second of code edits and of prose, by link."""
+    """Drafts against none: tokens a second of code edits and of prose, or of code and prose that go on, by link."""
 
     measure = "drafts.drafts"
     own_keys = ("policy", "budget", "link", "drafts")
     model: Model = None
+    kind: DraftKind = Field(DraftKind.NGRAM, description="ngram: of the text; mtp: of the model's own head, too.")
     repeats: Repeats = 5
     policy: str = Field("next-gate", description="Of both; its tokens must not depend on where an expert ran.")
     budget: Budget = "0.25"
@@ -143,6 +151,28 @@ class Drafts(Options):
     max_tokens: Tokens = 160
     tokens: int = Field(7, ge=1, le=63, description="Most drafted tokens (drafts.tokens).")
     config: Config = None
+
+
+class DraftTable(Options):
+    """Drafts of a head, simulated: tokens a second over none for a published shape, by budget, link and acceptance."""
+
+    measure = "draft_table.draft_table"
+    shape: str = Field("qwen3.6-35b-a3b", description="Of configs/shapes.")
+    bits: float = Field(4.5, gt=0, description="Of an expert's weight, in slots and on the link.")
+    machine: str = Field("a6000-pcie4", description="Of configs/machines.")
+    family: str = Field("sticky", description="Of synthetic routing.")
+    budgets: tuple[Annotated[float, Gt(0), Le(1)], ...] = Field(
+        (0.25, 0.5, 1.0), description="Shares of the experts that are resident; repeat it."
+    )
+    link_gbps: tuple[Annotated[float, Ge(0.001)], ...] = Field(
+        (8.0, 25.0, 50.0), description="Links, 1e9 bytes per second; repeat it."
+    )
+    accepted: tuple[Annotated[float, Gt(0), Lt(1)], ...] = Field(
+        (0.6, 0.7, 0.8, 0.9), description="Chance that a draft is right, if those before it are."
+    )
+    policy: str = Field("next-gate", description="Preset.")
+    max_tokens: Tokens = 600
+    tokens: int = Field(7, ge=1, le=63, description="Most drafted tokens (drafts.tokens).")
 
 
 class Family(StrEnum):
@@ -232,6 +262,6 @@ class Kernel(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale, "streams": Streams,
-    "drafts": Drafts, "core": Core, "validation": Validation, "auto": Auto, "channel": Channel,
-    "kernel": Kernel,
+    "drafts": Drafts, "draft-table": DraftTable, "core": Core, "validation": Validation, "auto": Auto,
+    "channel": Channel, "kernel": Kernel,
 }  # fmt: skip

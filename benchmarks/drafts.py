@@ -1,9 +1,12 @@
-"""`bench drafts`: prompt-lookup drafts against none, on text that repeats its prompt and on text that does not.
+"""`bench drafts`: drafts against none, on text that repeats its prompt and on text that does not.
+
+    ngram    code edits, and prose
+    mtp      drafts of the model's own head, too, on held-out code and prose that go on
 
 Code edits: the prompt is a held-out source file, the answer the same file after an edit that renames its most frequent
 name, drops some lines and adds some. The default model cannot edit, so the answer's tokens are chosen for it, with and
-without drafts alike; routing, experts and times are the model's on that text. Prose: held-out text goes on, sampled at
-temperature 1 with a seed, since a small model's greedy text repeats itself.
+without drafts alike; routing, experts and times are the model's on that text. Code and prose that go on are sampled
+with a seed, prose at temperature 1, code at 0.6: a small model's greedy text repeats itself.
 """
 
 from __future__ import annotations
@@ -28,23 +31,26 @@ from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.cluster.prompt import load_tokenizer
 from tiermoe.errors import CheckpointError, RuntimeFailure
 
-from .cases import LATENCY_US, Drafts
+from .cases import LATENCY_US, DraftKind, Drafts
 
-BARS = {"code edits": 1.3, "prose": 0.98}  # tokens a second with drafts over those without, at least
-KINDS = ("off", "ngram")
+BARS = {  # tokens a second with drafts over those without, at least
+    DraftKind.NGRAM: {"code edits": 1.3, "prose": 0.98},
+    DraftKind.MTP: {"code": 1.25, "prose": 0.98},
+}
 _DROPPED, _ADDED = 11, 7  # every so many lines
-_SHOWN = ("text", "link_gbps", "off_tokens_per_s", "ngram_tokens_per_s", "ratio", "accepted_a_step", "extra_experts",
-          "saved_s")  # fmt: skip
+_SHOWN = ("text", "link_gbps", "off_tokens_per_s", "drafts_tokens_per_s", "ratio", "accepted_a_step", "drafted_a_step",
+          "extra_experts", "saved_s")  # fmt: skip
 
 Prompt = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Text:
-    """A prompt, and the answer's tokens; None: the model's own, sampled with the seed."""
+    """A prompt, and the answer's tokens; None: the model's own, sampled at a temperature with the seed."""
 
     prompt: Prompt
-    answer: Prompt | None
+    answer: Prompt | None = None
+    temperature: float = 0.0
     seed: int = 0
 
 
@@ -89,17 +95,20 @@ def texts(model_dir: Path, options: Drafts) -> dict[str, list[Text]]:
         lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
         return [json.loads(line)["text"] for line in lines if line.strip()]
 
-    found: dict[str, list[Text]] = {name: [] for name in BARS}
-    for code in passages("python"):
+    found: dict[str, list[Text]] = {name: [] for name in BARS[options.kind]}
+    for seed, code in enumerate(passages("python")):
         prompt, answer = tokenizer.encode(code).ids, tokenizer.encode(edited(code)).ids
-        if len(prompt) >= options.prompt_tokens and len(answer) >= options.max_tokens:
-            found["code edits"].append(
-                Text(tuple(prompt[: options.prompt_tokens]), tuple(answer[: options.max_tokens]))
-            )
+        if len(prompt) < options.prompt_tokens or len(answer) < options.max_tokens:
+            continue
+        begin = tuple(prompt[: options.prompt_tokens])
+        if options.kind == DraftKind.MTP:
+            found["code"].append(Text(begin, temperature=0.6, seed=seed))
+        else:
+            found["code edits"].append(Text(begin, tuple(answer[: options.max_tokens])))
     for seed, prose in enumerate(passages("prose")):
         ids = tokenizer.encode(prose).ids
         if len(ids) >= options.prompt_tokens:
-            found["prose"].append(Text(tuple(ids[: options.prompt_tokens]), None, seed))
+            found["prose"].append(Text(tuple(ids[: options.prompt_tokens]), temperature=1.0, seed=seed))
     for name, of_kind in found.items():
         if len(of_kind) < count:
             raise CheckpointError(
@@ -122,12 +131,12 @@ def drafts(options: Drafts, progress: Progress | None) -> Report:
     for link in options.link_gbps:
         with ExitStack() as stack:
             workers = {}
-            for kind in KINDS:
+            for kind in ("off", options.kind.value):
                 config = run_config(
                     options.model, options.config, policy=options.policy, budget=options.budget,
                     link={"gbps": link, "latency_us": LATENCY_US}, drafts={"kind": kind, "tokens": options.tokens},
                 )  # fmt: skip
-                workers[kind] = stack.enter_context(closing(start_worker(config)))
+                workers["off" if kind == "off" else "drafts"] = stack.enter_context(closing(start_worker(config)))
             report.executor = workers["off"].stats().executor
             for name, of_kind in chosen.items():
                 found = list[dict[str, float]]()
@@ -137,9 +146,9 @@ def drafts(options: Drafts, progress: Progress | None) -> Report:
                             worker.reset_stats()
                     found.append(_seconds_a_token(workers, text, options.max_tokens, flipped=number % 2 == 1))
                     advance()
-                report.rows.append(_row(name, link, found, options.prompts, workers["ngram"].stats().drafts))
-                value = report.rows[-1]["ratio"]
-                report.bars.append(Bar(f"tokens/s with drafts, {name}, {link:g} GB/s", value, ">=", BARS[name]))
+                report.rows.append(_row(name, link, found, options.prompts, workers["drafts"].stats().drafts))
+                value, bar = report.rows[-1]["ratio"], BARS[options.kind][name]
+                report.bars.append(Bar(f"tokens/s with drafts, {name}, {link:g} GB/s", value, ">=", bar))
     return report
 
 
@@ -150,7 +159,7 @@ def _seconds_a_token(workers: dict[str, Any], text: Text, max_tokens: int, flipp
         RuntimeFailure: their tokens differ.
     """
     sampling = SamplingParams(
-        max_tokens=max_tokens, ignore_eos=True, temperature=1.0 if text.answer is None else 0.0, seed=text.seed
+        max_tokens=max_tokens, ignore_eos=True, temperature=text.temperature, seed=text.seed
     )
     seconds, tokens = dict[str, float](), set[tuple[int, ...]]()
     for kind in list(workers)[:: -1 if flipped else 1]:
@@ -172,13 +181,14 @@ def _seconds_a_token(workers: dict[str, Any], text: Text, max_tokens: int, flipp
 def _row(name: str, link: float, found: Sequence[dict[str, float]], prompts: int, stats: DraftStats) -> dict[str, Any]:
     """Medians over the rounds; the ratio is the median of the rounds' own. The first round is left out."""
     rounds = [found[first : first + prompts] for first in range(prompts, len(found), prompts)]
-    rates = {kind: [len(one) / sum(seconds[kind] for seconds in one) for one in rounds] for kind in KINDS}
-    ratios = [ratio(one, other) for one, other in zip(rates["ngram"], rates["off"], strict=True)]
+    rates = {kind: [len(one) / sum(seconds[kind] for seconds in one) for one in rounds] for kind in ("off", "drafts")}
+    ratios = [ratio(one, other) for one, other in zip(rates["drafts"], rates["off"], strict=True)]
     return {
         "text": name, "link_gbps": link,
         **{f"{kind}_tokens_per_s": statistics.median(values) for kind, values in rates.items()},
         "ratio": statistics.median(ratios), "ratios": ratios,
         "drafted": stats.drafted, "accepted": stats.accepted, "steps_with_drafts": stats.steps,
-        "accepted_a_step": ratio(stats.accepted, stats.steps), "extra_experts": stats.extra_experts,
+        "accepted_a_step": ratio(stats.accepted, stats.steps),
+        "drafted_a_step": ratio(stats.drafted, stats.steps), "extra_experts": stats.extra_experts,
         "saved_s": stats.saved_s, "values": rates,
     }  # fmt: skip

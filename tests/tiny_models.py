@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
@@ -292,6 +293,36 @@ def save_tiny_checkpoint(model_type: str, directory: Path | str, seed: int = 0, 
     finally:
         torch.random.set_rng_state(generator_state)
     return Path(directory)
+
+
+def add_head(checkpoint: Path, behind: bool, dense: bool = False, scale: float = 1.0) -> Path:
+    """Give a checkpoint a head for drafts (multi-token prediction), in one of the published layouts.
+
+    Args:
+        behind: as one layer more (DeepSeek, GLM); else below `mtp.` (Qwen).
+        dense: without experts.
+        scale: of its norms.
+    """
+    tensors = load_file(checkpoint / "model.safetensors")
+    last = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    layer = {name.split(".", 3)[3]: tensor for name, tensor in tensors.items() if f".layers.{last}." in name}
+    if dense:
+        layer = {name: tensor for name, tensor in layer.items() if not name.startswith("mlp.")}
+        layer |= {f"mlp.{name}_proj.weight": torch.randn(64, HIDDEN) * 0.3 for name in ("gate", "up")}
+        layer["mlp.down_proj.weight"] = torch.randn(HIDDEN, 64) * 0.3
+    norm, project = torch.full((HIDDEN,), scale), torch.randn(HIDDEN, 2 * HIDDEN) * 0.3
+    if behind:
+        layer |= {f"{name}.weight": norm for name in ("enorm", "hnorm", "shared_head.norm")}
+        layer |= {"eh_proj.weight": project}
+        layer |= {"embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+        head = {f"model.layers.{last + 1}.{name}": tensor for name, tensor in layer.items()}
+    else:
+        head = {f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()}
+        head |= {"mtp.fc.weight": project, "mtp.norm.weight": norm}
+        head |= {f"mtp.pre_fc_norm_{name}.weight": norm for name in ("embedding", "hidden")}
+    made = {name: tensor.to(tensors["model.embed_tokens.weight"].dtype).clone() for name, tensor in head.items()}
+    save_file(tensors | made, checkpoint / "model.safetensors", {"format": "pt"})
+    return checkpoint
 
 
 def edit_config(checkpoint: Path, **changes: Any) -> Path:

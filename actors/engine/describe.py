@@ -21,11 +21,15 @@ _REPORT_S = 5.0
 
 def describe(
     settings: EngineSettings, view: StoreView, engine: ExpertEngine, batcher: Batcher, model: Any,
-    pinned: PinReport | None,
+    pinned: PinReport | None, head: Any = None,
 ) -> dict[str, Any]:
-    """The plan as flat names and values; sizes in bytes. pinned: None: nothing is pinned on this device."""
+    """The plan as flat names and values; sizes in bytes. pinned: None: nothing is pinned on this device.
+
+    head: of the model, for drafts; None: there is none, or it is not asked.
+    """
     manifest, stats, policy = view.manifest, engine.stats(), settings.policy
-    dense = {p.data_ptr(): p.nbytes for p in held_parameters(model)}  # tied parameters once
+    parts = [model] if head is None else [model, head]
+    dense = {p.data_ptr(): p.nbytes for part in parts for p in held_parameters(part)}  # tied parameters once
     emulated = engine.device.executor == "emulated"
     return {
         "model": manifest.model,
@@ -68,7 +72,7 @@ def describe(
         "low_bit": _low_bit(settings, engine),
         "ndp": _ndp(settings, engine),
         "planner": None if stats.planner is None else asdict(stats.planner),
-        "drafts": None if stats.drafts is None else settings.drafts.model_dump(),
+        "drafts": None if stats.drafts is None else settings.drafts.model_dump() | {"head": head is not None},
         "shards": _shards(settings, engine),
         "matcher": _matcher(settings, engine),
         "batching": "continuous" if batcher.shares else "turns" if batcher.max_requests > 1 else "serial",

@@ -12,9 +12,12 @@ _MARGIN = 1.1  # tokens a second with drafts over those without, at least
 _SHARE = 0.01  # of the seconds of steps without drafts: what wrong predictions may cost
 _FIRST, _MOST_SAVED = 2.0, 16.0  # of the account, in steps without drafts: at the start, and at most
 _KNOWN = 4  # steps without drafts before the first with some
-_PROBE = 48  # steps with drafts in a row; then one without, which says what that takes now
+_FIRST_PROBE, _PROBE = 12, 48  # steps with drafts in a row at first, and at most; then `_PAUSE` without
+_PAUSE = 2  # steps; the first has its inputs made anew, the second says what a step takes now
+_AGAIN = 1 / 4  # weight of that one in a mean
 _DECAY = 1 / 16  # weight of the last step in a mean
 _FORGET = 0.98  # of earlier tokens and steps, in counts and fits
+_SURE = 4  # match of a class that may pay, before any was measured
 _OUTLIER = 4.0  # of the prediction: longer steps were interrupted
 
 
@@ -90,9 +93,9 @@ class _Plain:
     missed: float = 0.0
     steps: int = 0
 
-    def add(self, step: StepTime) -> None:
+    def add(self, step: StepTime, least: float = _DECAY) -> None:
         self.steps += 1
-        weight = max(_DECAY, 1 / self.steps)
+        weight = max(least, 1 / self.steps)
         self.seconds += weight * (step.seconds - self.seconds)
         self.rest_s += weight * (step.seconds - step.waited_s - self.rest_s)
         self.needed += weight * (step.needed - self.needed)
@@ -162,7 +165,8 @@ class DraftPricing:
         self._odds: dict[int, list[float]] = {}  # by class of match: accepted and tried tokens
         self._waited_s = self._missed = 0.0  # of late
         self._account: float | None = None  # seconds
-        self._in_a_row = 0  # steps with drafts since the last without
+        self._in_a_row, self._probe = 0, _FIRST_PROBE  # steps with drafts since the last without, and at most
+        self._pause = 0  # steps without drafts to come
         self.copy_s = 0.0
 
     # -- the decision --------------------------------------------------------------------------------------------------
@@ -173,13 +177,21 @@ class DraftPricing:
         Args:
             room: drafted tokens of all requests, at most.
         """
-        counts = [0] * len(proposals)
-        plain = self._plain.get(len(proposals))
-        if plain is None or plain.steps < _KNOWN or self._account is None or self._account <= 0:
-            return counts
-        if self._in_a_row >= _PROBE:
-            self._in_a_row = 0
-            return counts
+        return self._best(proposals, room) if self._may(len(proposals)) else [0] * len(proposals)
+
+    def promises(self, requests: int) -> bool:
+        """Whether drafts of the best class that was measured would be chosen: else it is not worth to make them."""
+        best = max((1 << (size - 1) for size in self._odds), default=_SURE, key=self.odds)
+        likely = Proposal(self.most, max((best, _SURE), key=self.odds))
+        return self._may(requests) and any(self._best([likely] * requests, 1 << 16))
+
+    def _may(self, requests: int) -> bool:
+        """Whether steps of so many requests are known, none is to be measured, and the account has something."""
+        plain, saved = self._plain.get(requests), self._account
+        return plain is not None and plain.steps >= _KNOWN and not self._pause and saved is not None and saved > 0
+
+    def _best(self, proposals: Sequence[Proposal], room: int) -> list[int]:
+        counts, plain = [0] * len(proposals), self._plain[len(proposals)]
         gains = sorted(
             ((self.odds(proposal.match) ** place, request, place)
              for request, proposal in enumerate(proposals)
@@ -243,6 +255,8 @@ class DraftPricing:
                 self._learn_odds(one)
         accepted = sum(one.accepted for one in verified)
         self._in_a_row += 1
+        if self._in_a_row >= self._probe:
+            self._pause, self._probe = _PAUSE, min(2 * self._probe, _PROBE)
         expected_s = self.seconds(requests, requests + drafted)
         measured_s = min(step.seconds, _OUTLIER * expected_s)
         saved_s = plain.seconds * (requests + accepted) / requests - measured_s
@@ -260,15 +274,21 @@ class DraftPricing:
             self._rest.add(8, self._rest_over(8))
         self._rest.add(drafted, min(_OUTLIER, (step.seconds - step.waited_s) / max(plain.rest_s, 1e-9)))
 
+    def spent(self, seconds: float, requests: int) -> None:
+        """Seconds that went into drafts of so many requests, of which none was chosen."""
+        if (plain := self._plain.get(requests)) is not None:
+            self._add(-seconds, plain)
+
     def _took_plain(self, step: StepTime, plain: _Plain) -> None:
         after_drafts, self._in_a_row = self._in_a_row > 0, 0
+        measured, self._pause = self._pause > 0, max(0, self._pause - 1)
         known = plain.steps >= _KNOWN
         if known and step.seconds > _OUTLIER * plain.seconds:
             return
         if known and after_drafts:  # its inputs are made anew, which drafts are to pay for
             self._add(min(0.0, plain.seconds - step.seconds), plain)
         else:
-            plain.add(step)
+            plain.add(step, _AGAIN if measured else _DECAY)
         if self._account is None:
             self._account = _FIRST * step.seconds if known else None
         else:

@@ -401,8 +401,13 @@ class Plan:
     makers: dict[str, Group]
 
 
-def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
+def plan_conversion(
+    model: PreTrainedModel, checkpoint: Checkpoint, mapping: Sequence[WeightTransform] | None = None
+) -> Plan:
     """Plan the conversion of a checkpoint into the parameters of a model on the meta device.
+
+    Args:
+        mapping: of the checkpoint's names; None: transformers' for this model.
 
     Follows `transformers.core_model_loading.convert_and_load_state_dict_in_model` in naming, casting and order, but
     never initialises a parameter at random.
@@ -411,7 +416,8 @@ def plan_conversion(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
         CheckpointError: tensors are mis-shaped, experts are surplus, or two tensors make one parameter.
     """
     slots = dict(model.state_dict())
-    groups, unexpected = _group(model, checkpoint, slots)
+    found = get_model_conversion_mapping(model) if mapping is None else mapping
+    groups, unexpected = _group(model, checkpoint, slots, found)
     makers: dict[str, Group] = {}
     problems: list[str] = []
     for group in groups:
@@ -460,14 +466,13 @@ _ONE_OF_EACH = "pass a release that has one tensor for each parameter"
 
 
 def _group(
-    model: PreTrainedModel, checkpoint: Checkpoint, slots: dict[str, torch.Tensor]
+    model: PreTrainedModel, checkpoint: Checkpoint, slots: dict[str, torch.Tensor], mapping: Sequence[WeightTransform]
 ) -> tuple[list[Group], list[str]]:
     """The groups of the checkpoint's tensors, and the names that the model does not have.
 
     What the model does not have is not checked: neither quantized matrices nor what the index says of them.
     """
     tensors = _dequantized_tensors(checkpoint)
-    mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}

@@ -36,6 +36,7 @@ SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "co
 _WEIGHTS_KEY, _INDEX_SUFFIX = "transformers_weights", ".safetensors.index.json"
 _NAME = re.compile(r"(?:\w[\w.+ -]*/)*\w[\w.+ -]*\.safetensors")
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
+HEAD = "mtp.safetensors"  # beside the one: of the model's own head for drafts
 MAX_JSON_BYTES = 256 << 20
 _EXTRA_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # of configuration and tokenizer files
 _READ_FOLDERS = ("additional_chat_templates", "heldout", "calibration")
@@ -230,7 +231,7 @@ def _weight_files(folder: Path) -> WeightFiles:
         if not isinstance(named, str) or named.endswith(".safetensors"):
             return WeightFiles((_checked(named, folder / CONFIG),))
         return _indexed(folder, named)
-    single = WeightFiles((SINGLE,))
+    single = WeightFiles((SINGLE, HEAD) if (folder / HEAD).is_file() else (SINGLE,))
     if not (folder / INDEX).is_file():
         return single if (folder / SINGLE).is_file() else _of_gptq(folder) or single
     if not (folder / SINGLE).is_file():

@@ -163,7 +163,8 @@ def _misses(plan: Mapping[str, Any]) -> str:
 
 
 def _drafts(drafts: Mapping[str, Any]) -> str:
-    return f"up to {count(drafts['tokens'], 'token')} from the request's own text, as many as pay"
+    source = "by the model's own head, or from the request's text" if drafts["head"] else "from the request's own text"
+    return f"up to {count(drafts['tokens'], 'token')} {source}, as many as pay"
 
 
 def _matcher(matcher: Mapping[str, Any]) -> str:

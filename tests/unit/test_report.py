@@ -250,7 +250,7 @@ def test_the_hit_rate_is_a_share_of_all_needed_experts(
 
 
 def test_the_summary_says_what_drafts_gave() -> None:
-    plan = fake_plan(_SETTINGS, "store") | {"drafts": {"kind": "auto", "tokens": 7}}
+    plan = fake_plan(_SETTINGS, "store") | {"drafts": {"kind": "auto", "tokens": 7, "head": False}}
     request = {"ttft_s": 0.5, "tpot_s": None, "startup_s": 2.0, "lossless": True, "prompt_tokens": 3, "plan": plan}
     request |= {"generated_tokens": 1, "finish": "length", "policy": "auto"}
     for drafts, said in [

@@ -147,7 +147,7 @@ def test_the_youngest_request_waits_where_the_cache_is_full() -> None:
     assert watcher.most == 3
 
 
-@pytest.mark.parametrize("part", ["join", "leave", "next_tokens"])
+@pytest.mark.parametrize("part", ["join", "leave", "verified_tokens"])
 def test_a_failure_ends_the_loop_and_no_stream_waits(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards a loop that ended in silence: the worker said that it serves, and its streams waited for ever."""
     model = _model("lfm2_moe")

@@ -12,6 +12,7 @@ from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.lengths import lengths_of
 from .grammar import Grammars
+from .head import HeadDrafts
 from .logits import processor_of
 from .streams import Outbox, SequenceWatcher, Stream, Streams
 
@@ -37,11 +38,14 @@ class Batcher(Protocol):
         """Whether decode steps are recorded and replayed."""
         ...
 
-    def draft(self, pricing: DraftPricing, counts: Callable[[], DecodeCounts]) -> str | None:
-        """Verify prompt-lookup drafts from now on; the reason if that cannot be.
+    def draft(
+        self, pricing: DraftPricing, counts: Callable[[], DecodeCounts], head: HeadDrafts | None = None
+    ) -> str | None:
+        """Verify drafts from now on; the reason if that cannot be.
 
         Args:
             counts: of the experts, asked before and after a step.
+            head: of the model; None: drafts are of the text alone.
         """
         ...
 

@@ -34,6 +34,7 @@ from ..model.attention import plain_attention_of, use_paged
 from ..model.model import quiet_logger
 from .batcher import AGAIN, loop_died, open_streams, probed
 from .drafts import Drafter
+from .head import HeadDrafts
 from .sampling import PromptScorer
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
@@ -168,11 +169,13 @@ class ContinuousBatcher:
             recorded.problem = "its positions depend on the length of the text"
         self._manager.steps.recorded = recorded
 
-    def draft(self, pricing: DraftPricing, counts: Callable[[], DecodeCounts]) -> str | None:
-        """Verify prompt-lookup drafts from now on; the reason if that cannot be."""
+    def draft(
+        self, pricing: DraftPricing, counts: Callable[[], DecodeCounts], head: HeadDrafts | None = None
+    ) -> str | None:
+        """Verify drafts from now on; the reason if that cannot be."""
         if self._manager.steps.lengths.any:
             return "its positions depend on the length of the text"
-        self._manager.steps.drafts = Drafter(self.streams, pricing, counts)
+        self._manager.steps.drafts = Drafter(self.streams, pricing, counts, head)
         return None
 
     @property

@@ -7,6 +7,9 @@ latent attention, an index that chooses keys.
     step     the next token of every row, in one forward
     leave    rows of requests that ended go, with the padding that only they needed
 
+A step may verify drafts (`drafts`): rows then get several tokens, as many each as the one with the most drafts, and the
+cache gives those back that are not accepted (`rewinding`).
+
 The mask and the positions of each row are those of its own tokens, as in a batch of `generate` padded on the left;
 parts of a model that padding would shift run row by row (`block_index`, `compressed_keys`). A model whose cache has
 layers of a kind that nobody knows keeps a cache for each request, and they take turns. Some models forget the past
@@ -21,6 +24,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,7 +39,10 @@ from ..model.block_index import align_blocks
 from ..model.compressed_keys import compress_apart
 from ..model.lengths import lengths_of
 from .batcher import loop_died, open_streams, probed
-from .sampling import PromptScorer, next_tokens, pick_of, prompt_rows
+from .drafts import Drafter, NoDrafts
+from .head import HeadDrafts
+from .rewinding import Rewinding, rewinds
+from .sampling import PromptScorer, prompt_rows, verified_tokens
 from .states import Checkpoints, is_known, join, leave
 from .streams import Outbox, SequenceWatcher, Stream, Streams
 
@@ -140,6 +147,8 @@ class RowBatcher:
         self._failed: dict[str, BaseException] = {}  # streams that fail in the step under way, and why
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._scorer.failed = self._failed.__setitem__
+        self._drafts: NoDrafts = NoDrafts()
+        self._rewinding = Rewinding(model)
         self._keeps = hasattr(model, "_supports_logits_to_keep") and bool(model._supports_logits_to_keep())
         self._places = "position_ids" in inspect.signature(model.forward).parameters
         self._batches: list[Batch] = []
@@ -172,9 +181,45 @@ class RowBatcher:
                 "use another model or version of transformers",
             ) from cause
 
-    def draft(self, pricing: DraftPricing, counts: Callable[[], DecodeCounts]) -> str | None:
-        """Why requests are not drafted."""
-        return "only the paged KV cache gives the rows of rejected tokens back"
+    @torch.no_grad()
+    def draft(
+        self, pricing: DraftPricing, counts: Callable[[], DecodeCounts], head: HeadDrafts | None = None
+    ) -> str | None:
+        """Verify drafts from now on, while no request runs; the reason if that cannot be."""
+        if self._lengths.any:
+            return "its positions depend on the length of the text"
+        if not self._rewinds():
+            return "its cache does not give the rows of rejected tokens back"
+        self._drafts = Drafter(self.streams, pricing, counts, head)
+        return None
+
+    def _rewinds(self) -> bool:
+        """Whether a forward over drafts, one of them rejected, leaves the cache as it was without that one."""
+        ids = torch.arange(_TRIED, device=self._model.device)[None] % self.streams.vocabulary
+        name, logits = "probe#drafts", []
+
+        def feed(first: int, last: int, cache: Any) -> Any:
+            return self._feed([name], ids[:, first:last], [first], [_TRIED], cache, first > 0, last - first)
+
+        plain, cache = (feed(0, _CUT, None).past_key_values for _ in range(2))
+        if not rewinds(plain):
+            return False
+        for token in range(_CUT, _TRIED - 1):
+            out = self._rewinding.learn(plain, lambda at=token: feed(at, at + 1, plain))
+            logits.append(out.logits[0, -1])
+        if not self._rewinding.takes(plain):
+            return False
+        ids[:, _TRIED - 1] = ids[:, 0]  # rejected
+        with self._rewinding.recording(cache):
+            out = feed(_CUT, _TRIED, cache)
+        self._rewinding.rewind(cache, [2], _TRIED - 2)
+        found = [*out.logits[0, -4:-2], feed(_TRIED - 2, _TRIED - 1, cache).logits[0, -1]]
+        if self._watcher is not None:
+            self._watcher.end_sequence(name)
+        return all(
+            bool((one.float() - own.float()).abs().max() <= _MOST_OFF * own.float().std())
+            for one, own in zip(found, logits, strict=True)
+        )
 
     @property
     def note(self) -> str:
@@ -369,16 +414,23 @@ class RowBatcher:
         self.checkpoints.clear()
 
     def _step(self, batch: Batch) -> None:
-        """One forward, and a token for each row, unless it carries a prompt that goes on."""
+        """One forward, and the next tokens of each row, unless it carries a prompt that goes on."""
         rows, prompt = batch.rows, batch is self._prompt
+        if not prompt:
+            self._drafts.begin()
         tokens = self._fed(batch)
-        fed, first = len(tokens[0]), rows[0]
+        first, decodes = rows[0], not prompt and rows[0].length > 0
+        drafts = self._drafts_of(batch) if decodes else [list[int]() for _ in rows]
+        most = max(map(len, drafts))
+        if most:  # rows with fewer feed their last token again, whose experts are at hand
+            tokens = [[*own, *more, *own * (most - len(more))] for own, more in zip(tokens, drafts, strict=True)]
+        fed = len(tokens[0])
         ids = torch.tensor(tokens, device=self._model.device)
         if prompt:
             self._expect_prompt(first, fed)
         names, lengths = [row.stream.name for row in rows], [row.length for row in rows]
-        decode = not prompt and first.length > 0
-        out = self._feed(names, ids, lengths, [row.prompt for row in rows], batch.cache, decode)
+        with self._rewinding.recording(batch.cache) if most else nullcontext():
+            out = self._feed(names, ids, lengths, [row.prompt for row in rows], batch.cache, decodes, most + 1)
         batch.cache = out.past_key_values
         for row in rows:
             row.length += fed
@@ -387,7 +439,16 @@ class RowBatcher:
             self._keep(batch, 0)
         if ran:
             batch.ready = True
-            self._pick(batch, out.logits[:, -1][None])
+            self._pick(batch, out.logits[:, -most - 1 :], drafts)
+            if decodes:
+                self._drafts.took(names, drafts if most else [])
+
+    def _drafts_of(self, batch: Batch) -> list[list[int]]:
+        """Drafts of each row that pay, as far as the cache has room for as many of every row."""
+        held = self._prompt.rows[0].total + 1 if self._prompt is not None else 0
+        room = self._tokens - held - sum(each.takes(1) for each in self._batches)
+        each = max(0, room // len(batch.rows))
+        return self._drafts.give([(row.stream.name, each) for row in batch.rows], self._chunk - len(batch.rows))
 
     def _fed(self, batch: Batch) -> list[list[int]]:
         """The tokens that the next forward feeds, as many of each row: [B, fed]."""
@@ -409,16 +470,20 @@ class RowBatcher:
 
     def _feed(
         self, names: Sequence[str], ids: torch.Tensor, lengths: Sequence[int], prompts: Sequence[int], cache: Any,
-        decode: bool,
+        decode: bool, wanted: int = 1,
     ) -> Any:  # fmt: skip
-        """One forward: tokens [B, fed] of these sequences, of which the cache has `lengths`."""
+        """One forward: tokens [B, fed] of these sequences, of which the cache has `lengths`.
+
+        wanted: the last tokens of each that logits are wanted of; there may be more.
+        """
         fed = ids.shape[1]
+        carried = [SequenceRows(name, i * fed, (i + 1) * fed, decode) for i, name in enumerate(names)]
         if self._watcher is not None:
-            self._watcher.begin_forward(
-                [SequenceRows(name, i * fed, (i + 1) * fed, decode) for i, name in enumerate(names)]
-            )
+            self._watcher.begin_forward(carried)
+        self._drafts.carries(carried, lengths)
         with self._lengths.of([(fed, prompt) for prompt in prompts]):
-            return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **self._inputs(lengths, fed))
+            inputs = self._inputs(lengths, fed, wanted)
+            return self._model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
 
     def _expect_prompt(self, row: Row, fed: int) -> None:
         """The log-probabilities that the next rows of a prompt are to give."""
@@ -427,8 +492,8 @@ class RowBatcher:
             wanted = prompt_rows(row.stream.name, request.prompt_ids, request.scored_prompt, 0, fed, row.length)
         self._scorer.expect([wanted] if wanted is not None else [])
 
-    def _inputs(self, lengths: Sequence[int], fed: int) -> dict[str, Any]:
-        """The mask [B, T], positions [B, fed], and of which rows logits are wanted."""
+    def _inputs(self, lengths: Sequence[int], fed: int, wanted: int) -> dict[str, Any]:
+        """The mask [B, T], positions [B, fed], and of how many tokens logits are wanted."""
         device = self._model.device
         totals = torch.tensor(lengths, device=device)[:, None] + fed
         longest = max(lengths) + fed
@@ -438,30 +503,46 @@ class RowBatcher:
         if self._places:
             inputs["position_ids"] = totals - fed + torch.arange(fed, device=device)[None]
         if self._keeps:
-            inputs["logits_to_keep"] = 1
+            inputs["logits_to_keep"] = wanted
         return inputs
 
-    def _pick(self, batch: Batch, logits: torch.Tensor) -> None:
-        """The next token of each row, from logits [1, B, V]; a row that gets none fails alone."""
-        failed = self._failed
+    def _pick(self, batch: Batch, logits: torch.Tensor, drafts: list[list[int]]) -> None:
+        """The next tokens of each row; a row that gets none fails alone.
+
+        Args:
+            logits: [B, tokens, V], of each row's last token and of its drafts.
+            drafts: of each row; afterwards those that were accepted.
+        """
+        failed, fed = self._failed, logits.shape[1] - 1
 
         def fails(row: int, error: BaseException) -> None:
             failed[batch.rows[row].stream.name] = error
 
-        picks = [pick_of(self.streams.get(row.stream.name)) for row in batch.rows]
-        tokens = next_tokens(logits, len(batch.rows), picks, self.streams.eos, self.streams.note, fails)
-        for i, (row, token) in enumerate(zip(batch.rows, tokens, strict=True)):
+        rows = torch.cat([logits[i, : len(own) + 1] for i, own in enumerate(drafts)])[None]
+        streams = [self.streams.get(row.stream.name) for row in batch.rows]
+        tokens, accepted = verified_tokens(rows, streams, drafts, self.streams.eos, self.streams.note, fails)
+        drafts[:] = [own[:count] for own, count in zip(drafts, accepted, strict=True)]
+        if fed:
+            for row, count in zip(batch.rows, accepted, strict=True):
+                row.length -= fed - count
+            longest = max(row.length for row in batch.rows)
+            self._rewinding.rewind(batch.cache, [fed - count for count in accepted], longest)
+        for i, (row, before, token) in enumerate(zip(batch.rows, drafts, tokens, strict=True)):
             stream = row.stream
             if (error := failed.pop(stream.name, None)) is not None:
                 if self._probing:
                     self._error = error
                 cause = error if isinstance(error, TierMoeError) else None
                 self.streams.abort(stream.name, "error", f"{type(error).__name__}: {error}", cause)
-            elif token in stream.stops or len(stream.generated) + 1 >= stream.request.sampling.max_tokens:
+                continue
+            made = len(stream.generated) + len(before) + 1
+            if token in stream.stops or made >= stream.request.sampling.max_tokens:
+                if before:
+                    self.streams.deliver(stream.name, before)
                 self._keep(batch, i)
                 self.streams.finish(stream.name, (token,))
             else:
-                self.streams.deliver(stream.name, (token,))
+                self.streams.deliver(stream.name, (*before, token))
         self._drop_ended(batch)
 
     def _drop_ended(self, batch: Batch) -> None:

@@ -44,6 +44,7 @@ _KINDS = {
     cache_utils.DummyLayer,
 }
 _OF_MODELS = ("minimax_m3_sparse", *compressed_keys.KINDS)  # `_layer_type` of those that a model's own module has
+States = dict[tuple[str, int], torch.Tensor]  # of one layer: by dictionary and key, rows first
 _MOST_PAGES = 1 << 16  # of earlier prompts, whose hashes are remembered
 _SECRET = secrets.token_bytes(32)  # of this process: no client can compute a hash
 
@@ -63,8 +64,8 @@ def join(cache: Any, other: Any) -> None:
             one, two = getattr(layer, name), getattr(added, name)
             length = max(one.shape[time], two.shape[time])
             setattr(layer, name, torch.cat([_padded(one, time, length), _padded(two, time, length)], batch))
-        for states, number, state in _states(layer):
-            getattr(layer, states)[number] = torch.cat([state, getattr(added, states)[number]])
+        for kind, number, state in states(layer):
+            getattr(layer, kind)[number] = torch.cat([state, getattr(added, kind)[number]])
         if compressed_keys.is_compressed(layer):
             compressed_keys.set_rows(layer, compressed_keys.rows_of(layer) + compressed_keys.rows_of(added))
         if hasattr(layer, "cumulative_length"):
@@ -78,8 +79,8 @@ def leave(cache: Any, kept: Sequence[int], length: int) -> None:
             rows = _rows(getattr(layer, name), kept, batch)
             short = min(rows.shape[time], length)
             setattr(layer, name, rows.narrow(time, rows.shape[time] - short, short))
-        for states, number, state in _states(layer):
-            getattr(layer, states)[number] = _rows(state, kept, 0)
+        for kind, number, state in states(layer):
+            getattr(layer, kind)[number] = _rows(state, kept, 0)
         if compressed_keys.is_compressed(layer):
             rows = compressed_keys.rows_of(layer)
             compressed_keys.set_rows(layer, [rows[i] for i in kept])
@@ -92,6 +93,46 @@ def _holders(cache: Any) -> list[Any]:
     return [*cache.layers, cache]
 
 
+def rewind(cache: Any, rejected: Sequence[int], length: int, after: Sequence[Sequence[States]]) -> None:
+    """Take the last tokens of each row out of a cache.
+
+    Args:
+        rejected: how many, of each row.
+        length: of the longest row afterwards, in tokens.
+        after: of each layer its states after each token of the last forward (`states_of`).
+    """
+    for layer, kept in zip(cache.layers, after, strict=True):
+        most = layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else length
+        for name, batch, time in _by_token(layer):
+            setattr(layer, name, _without_last(getattr(layer, name), batch, time, rejected, min(most, length)))
+        for kind, number, _ in states(layer):
+            rows = [kept[len(kept) - 1 - count][kind, number][i : i + 1] for i, count in enumerate(rejected)]
+            getattr(layer, kind)[number] = torch.cat(rows)
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = length
+
+
+def _without_last(tensor: torch.Tensor, batch: int, time: int, rejected: Sequence[int], length: int) -> torch.Tensor:
+    """Each row without its last places, aligned at the last that are left; of these `length`."""
+    least = min(rejected)
+    left = tensor.narrow(time, 0, tensor.shape[time] - least)
+    size = left.shape[time]
+    if max(rejected) > least:
+        left = left.clone()
+        for i, count in enumerate(rejected):
+            if shift := count - least:
+                row = left.narrow(batch, i, 1)
+                row.narrow(time, shift, size - shift).copy_(row.narrow(time, 0, size - shift).clone())
+                row.narrow(time, 0, shift).zero_()
+    short = min(size, length)
+    return left.narrow(time, size - short, short)
+
+
+def states_of(layer: Any) -> States:
+    """Copies of what a layer holds of the past as a whole."""
+    return {(kind, number): state.clone() for kind, number, state in states(layer)}
+
+
 def _by_token(layer: Any) -> Iterator[tuple[str, int, int]]:
     """The tensors that have a place for each token: name, dimension of the rows, dimension of the tokens."""
     for name, (batch, time) in _BY_TOKEN.items():
@@ -99,7 +140,7 @@ def _by_token(layer: Any) -> Iterator[tuple[str, int, int]]:
             yield name, batch, time
 
 
-def _states(layer: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
+def states(layer: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
     """The tensors of the past as a whole: name of their dictionary or list, key, tensor with the rows first."""
     for name in _STATES:
         found = getattr(layer, name, {})
@@ -146,8 +187,8 @@ def _part(cache: Any, row: int, begin: int, length: int) -> Any:
             wanted = min(length if whole else length - begin, tensor.shape[time])
             of_row = tensor.narrow(batch, row, 1).narrow(time, tensor.shape[time] - wanted, wanted)
             setattr(layer, name, of_row.to("cpu", copy=True).contiguous())
-        for states, number, state in _states(layer):
-            getattr(layer, states)[number] = state[row : row + 1].to("cpu", copy=True)
+        for kind, number, state in states(layer):
+            getattr(layer, kind)[number] = state[row : row + 1].to("cpu", copy=True)
         if compressed_keys.is_compressed(layer):
             compressed_keys.alone(layer, row, torch.device("cpu"))
         if hasattr(layer, "cumulative_length"):
@@ -160,7 +201,7 @@ def _nbytes(cache: Any) -> int:
     layers = _holders(cache)
     by_token = sum(getattr(layer, name).nbytes for layer in layers for name, _, _ in _by_token(layer))
     compressed = sum(compressed_keys.nbytes(layer) for layer in cache.layers)
-    return by_token + compressed + sum(state.nbytes for layer in layers for _, _, state in _states(layer))
+    return by_token + compressed + sum(state.nbytes for layer in layers for _, _, state in states(layer))
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +228,8 @@ class Checkpoint:
             for name, _, time in _by_token(layer):
                 pieces = [getattr(part.layers[i], name) for part in (parts[-1:] if whole else parts)]
                 setattr(layer, name, torch.cat(pieces, time).to(device))  # new also where it is one piece
-            for states, number, state in _states(layer):
-                getattr(layer, states)[number] = state.to(device, copy=True)  # a forward writes into it
+            for kind, number, state in states(layer):
+                getattr(layer, kind)[number] = state.to(device, copy=True)  # a forward writes into it
             if compressed_keys.is_compressed(layer):
                 compressed_keys.alone(layer, 0, device)
         return made

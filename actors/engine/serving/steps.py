@@ -224,6 +224,7 @@ class Steps:
             self._scorer.expect(self._wanted(batch))
         if self._watcher is not None:
             self._watcher.begin_forward(batch.rows)
+        self.drafts.carries(batch.rows, [r.state.position_offset - r.query_length for r in batch.requests])
         batch.tokens = self.compute(batch)
         scheduler, delivered = processor.scheduler, []
         if self.memory is not None:
@@ -248,7 +249,7 @@ class Steps:
             delivered.append((state.request_id, (*before, token), ended))
         self.deliver(delivered)
         if batch.decodes and not self._failed:
-            self.drafts.took(batch.states, batch.drafts)
+            self.drafts.took([state.request_id for state in batch.states], batch.drafts)
         if self._failed:
             self._end_failed(batch, scheduler)
         self._last = batch if batch.repeats else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from ....actors.engine.model import mtp
 from ....actors.store.format import (
     DENSE_NAME,
     DTYPE_CODES,
@@ -29,7 +30,7 @@ from ....actors.store.format import (
     part_tensor,
 )
 from ....actors.store.published import map_name
-from ....errors import CheckpointError
+from ....errors import CheckpointError, UnsupportedModelError
 from ....kernels.device import bound_torch_threads
 from ...checkpoints.checkpoint import Checkpoint, read_source
 from ...checkpoints.dense_forms import DenseMatrix, dense_matrices
@@ -64,7 +65,7 @@ class Conversion:
 
     dtype: of the experts; with `published`, of the dequantized model. dense: parameters of the dense file, in file
     order. matrices: those of them that keep their form. tied: parameters that share storage. published: the experts of
-    each layer that keep their form.
+    each layer that keep their form. head: the model's own head for drafts, with its plan; None: there is none.
     """
 
     checkpoint: Checkpoint
@@ -76,10 +77,11 @@ class Conversion:
     matrices: dict[str, DenseMatrix]
     tied: tuple[TiedWeight, ...]
     published: tuple[LayerExperts, ...] | None = None
+    head: tuple[PreTrainedModel, Plan] | None = None
 
     def total_bytes(self) -> int:
         """Bytes of tensors to be read and checked, or written."""
-        return sum(self.layer_bytes(i) for i in range(len(self.experts))) + self.dense_bytes()
+        return sum(self.layer_bytes(i) for i in range(len(self.experts))) + self.dense_bytes() + self.head_bytes()
 
     def written_bytes(self) -> int:
         """Bytes of the store's tensors: mapped experts stay in the checkpoint."""
@@ -92,6 +94,10 @@ class Conversion:
             return self.published[index].nbytes
         shape = self.experts[index].shape
         return shape.num_experts * shape.nbytes(getattr(torch, self.dtype).itemsize)
+
+    def head_bytes(self) -> int:
+        """Bytes of the tensors of the head's file."""
+        return 0 if self.head is None else sum(t.nbytes for g in self.head[1].groups for t in g.targets.values())
 
     def dense_bytes(self) -> int:
         """Bytes of the tensors of the dense file."""
@@ -130,7 +136,27 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
     if checkpoint.gguf is not None or is_published(plan, experts):
         published = tuple(layer_experts(plan, module) for module in experts)
     matrices = dense_matrices(model, plan, dense, aliases)
-    return Conversion(checkpoint, model, experts, dtype, plan, dense, matrices, tied, published)
+    head = _plan_head(model, checkpoint)
+    return Conversion(checkpoint, model, experts, dtype, plan, dense, matrices, tied, published, head)
+
+
+def _plan_head(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[PreTrainedModel, Plan] | None:
+    """The model's own head for drafts; None: the checkpoint has none, or one that transformers cannot run."""
+    names = set(mtp.names_of_head(checkpoint.tensors, model.config))
+    if not names or checkpoint.gguf is not None:
+        return None
+    tensors = {name: entry for name, entry in checkpoint.tensors.items() if name in names}
+    try:
+        head = mtp.head_on_meta(model, names)
+        mapping = head.get_weight_conversions(model)
+        plan = plan_conversion(head, replace(checkpoint, tensors=tensors, absent={}), mapping)
+        own = mtp.own_names(head)
+        check_missing(head, plan, satisfied=set(head.state_dict()).difference(own))
+    except (UnsupportedModelError, CheckpointError):
+        return None
+    groups = [group for group in plan.groups if set(group.targets) <= set(own)]
+    return head, replace(plan, groups=groups)
+
 
 
 def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
@@ -146,6 +172,8 @@ def write_store(conversion: Conversion, folder: Path, advance: Advance) -> None:
     layers = [_write_layer(conversion, i, folder, journal, advance) for i in range(len(conversion.experts))]
     dense = _write_dense(conversion, folder, journal, advance)
     extras = [write_file(folder / path.name, _extra(path)) for path in checkpoint.extras()]
+    if conversion.head is not None:
+        extras.append(_write_head(*conversion.head, folder, journal, advance))
     if read_source(checkpoint.path) != checkpoint.source:
         raise CheckpointError(f"{shown(checkpoint.path)} changed while it was read", "run the same command again")
     manifest = Manifest(
@@ -254,6 +282,17 @@ def _write_dense(conversion: Conversion, folder: Path, journal: Journal, advance
     record = journal.once(DENSE_NAME, lambda: write_tensors(folder / DENSE_NAME, header, data))
     forms = {name: matrix.form for name, matrix in conversion.matrices.items()}
     return DenseFile(tied=conversion.tied, forms=forms, **record.model_dump())
+
+
+def _write_head(
+    head: PreTrainedModel, plan: Plan, folder: Path, journal: Journal, advance: Advance
+) -> FileRecord:
+    if journal.finished(mtp.FILE) is not None:
+        advance(sum(made.nbytes for group in plan.groups for made in group.targets.values()))
+    made = [(group, name) for group in plan.groups for name in group.targets]
+    header = {name: (type_code(group.targets[name].dtype), tuple(group.targets[name].shape)) for group, name in made}
+    blocks = (_checked_bytes(group, block) for group in plan.groups for block in group.blocks(head, [*group.targets]))
+    return journal.once(mtp.FILE, lambda: write_tensors(folder / mtp.FILE, header, _counted(blocks, advance)))
 
 
 def _dense_data(conversion: Conversion) -> Iterator[memoryview]:

@@ -1,0 +1,118 @@
+"""Fits a head for drafts (multi-token prediction) to the model that ships with tiermoe, some minutes of one CPU core.
+
+    text      of this machine, as `train.py` collects it; no held-out document
+    teacher   the model, which stays as it is: its hidden states, and its scores of the next token
+    head      one decoder layer of the model's class with a dense MLP, on a token's embedding and the state before it
+    loss      cross entropy with the teacher's scores of the token behind that; the head's states again, as in a chain
+    export    `mtp.safetensors` beside the weights, by the names that Qwen's checkpoints have
+
+    python models/train_mtp.py [--minutes 8]
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import Qwen3MoeForCausalLM
+
+from tiermoe.actors.engine.model.mtp import FILE, head_on_meta
+from train import KINDS, MIXTURE, MODEL_DIR, Optimizer, Tokens, collect, is_held_out, machine_roots, rows_of
+
+CHAIN = 2  # drafts in a row that the loss looks at
+CHAIN_WEIGHT = 0.5  # of each further one, over that of the one before
+SCORED = 512  # tokens of a step, drawn at random, whose scores the loss looks at
+WARM_UP_STEPS = 10
+NAMES = {  # of a checkpoint, by those of transformers' `MtpModel`
+    "eh_proj.weight": "fc.weight", "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight", "post_norm.weight": "norm.weight",
+}  # fmt: skip
+
+
+def training_tokens(tokenizer: Tokenizer, count: int) -> Tokens:
+    """About so many tokens of this machine's text, of documents that are not held out, by kind."""
+    wanted = {kind: int(count * share) for kind, share in zip(KINDS, MIXTURE, strict=True)}
+    found: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    for name, kind, text in collect(machine_roots()):
+        if not is_held_out(name) and len(found[kind]) < wanted[kind]:
+            found[kind] += [0, *tokenizer.encode(text).ids]
+        if all(len(found[kind]) >= wanted[kind] for kind in KINDS):
+            break
+    return [np.array(found[kind], np.uint16) for kind in KINDS]
+
+
+def new_head(model: Any, seed: int) -> Any:
+    """The head with its first weights: it repeats the state and the embedding, its layer adds little."""
+    head = head_on_meta(model, ["mtp.layers.0.mlp.gate_proj.weight"])  # dense
+    head.layers.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in head.layers.named_parameters():
+            if weight.dim() < 2:
+                weight.fill_(1.0)
+                continue
+            gain = 0.2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            weight.copy_(torch.randn(weight.shape, generator=generator) * gain / weight.shape[1] ** 0.5)
+        one = head.layers[0]
+        one.post_norm.weight.copy_(model.model.norm.weight / 3)  # unsure at first
+        one.eh_proj.weight.copy_(torch.eye(model.config.hidden_size).repeat(1, 2) / 2)
+    return head
+
+
+def losses(model: Any, head: Any, rows: Tensor) -> tuple[Tensor, list[float]]:
+    """The loss of rows [B, L], and how often the head's first choice is the model's, by place in the chain."""
+    with torch.no_grad():
+        states = model.model(rows, use_cache=False).last_hidden_state  # [B, L, H]
+    total, hits, given = torch.zeros(()), list[float](), states
+    for place in range(1, CHAIN + 1):
+        ids, positions = rows[:, place:], torch.arange(place, rows.shape[1])[None]
+        given = head.forward_layer(0, given[:, :-1], positions.expand_as(ids), None, input_ids=ids)
+        chosen = torch.randperm(ids.numel())[:SCORED]
+        with torch.no_grad():
+            teacher = model.lm_head(states[:, place:].flatten(0, 1)[chosen]).float()
+        found = head.shared_head(given.flatten(0, 1)[chosen]).float()
+        total = total + CHAIN_WEIGHT ** (place - 1) * F.cross_entropy(found, teacher.softmax(-1))
+        hits.append(float((found.argmax(-1) == teacher.argmax(-1)).float().mean()))
+    return total, hits
+
+
+def command(
+    out: Annotated[Path, typer.Option(help="Folder of the model.")] = MODEL_DIR,
+    minutes: Annotated[float, typer.Option(help="Minutes to train.")] = 8.0,
+    tokens: Annotated[int, typer.Option(help="Tokens of text to draw rows from.")] = 1_000_000,
+    rows: Annotated[int, typer.Option(help="Rows of a step.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the rows.")] = 0,
+) -> None:
+    """Fit a head for drafts to the model that ships with tiermoe."""
+    model = Qwen3MoeForCausalLM.from_pretrained(out, dtype=torch.float32).eval().requires_grad_(False)
+    model.set_experts_implementation("grouped_mm")
+    text = training_tokens(Tokenizer.from_file(str(out / "tokenizer.json")), tokens)
+    head = new_head(model, seed)
+    own = dict(head.layers[0].named_parameters())
+    optimizer = Optimizer(own)
+    begun_s, step, mean = time.monotonic(), 0, np.zeros(CHAIN)
+    while (share := (time.monotonic() - begun_s) / (60 * minutes)) < 1:
+        step += 1
+        loss, hits = losses(model, head, rows_of(text, seed, step, rows, length)[:, :-1])
+        loss.backward()
+        optimizer.step(step, min(1.0, step / WARM_UP_STEPS) * max(0.02, 1 - share))
+        mean += 0.05 * (np.array(hits) - mean)
+        if step % 20 == 0:
+            chosen = ", ".join(f"{hit:.3f}" for hit in mean / (1 - 0.95**step))
+            print(f"step {step}, {share:.0%}: loss {float(loss):.3f}, the model's own choice {chosen}", flush=True)
+    made = {NAMES.get(n, n.replace("mtp_block", "layers.0")): weight for n, weight in own.items()}
+    weights = {f"mtp.{name}": weight.detach().to(torch.bfloat16).contiguous() for name, weight in made.items()}
+    save_file(weights, out / FILE, {"format": "pt"})
+
+
+if __name__ == "__main__":
+    typer.run(command)
