@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from ..proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequ
 from ..proto.options import ServerOptions
 from ..proto.peers import Directory, ndp_name
 from ..proto.server import ChannelServer
-from .policies.cost import FULL_BITS, Work, batch_cost
+from .policies.cost import FULL_BITS, BatchCosts
 from .sample import ProcessSample, take_sample
 from .settings import NdpSettings
 from .store.files import ExpertStore, open_views
@@ -68,6 +67,8 @@ class NdpWorker:
         except ValueError as error:
             raise ConfigError(f"the NDP device to model: {error}", "see configs/hardware") from error
         self._open(store, verify)
+        shape = self._shape
+        self._costs = BatchCosts(self._device, shape.hidden, shape.intermediate, self._full_bits, self._group)
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
         self._threads = _threads(settings, index)
         self._batches = self._rows = self._pairs = 0
@@ -132,8 +133,9 @@ class NdpWorker:
         start_s = time.perf_counter()
         self._check(batch)
         hidden = _as_float32(batch.hidden)
-        groups, spans = dict[int, list[tuple[int, int, int]]](), pairwise(batch.starts.tolist())
-        for expert, bits, span in zip(batch.experts.tolist(), batch.bits.tolist(), spans, strict=True):
+        widths, spans = batch.bits.tolist(), list(pairwise(batch.starts.tolist()))
+        groups = dict[int, list[tuple[int, int, int]]]()
+        for expert, bits, span in zip(batch.experts.tolist(), widths, spans, strict=True):
             groups.setdefault(bits, []).append((expert, *span))
         partials = []
         for bits in sorted(groups):
@@ -144,7 +146,8 @@ class NdpWorker:
         for other in partials[1:]:
             partial += other
         measured_s = time.perf_counter() - start_s
-        modelled_s = self._modelled_s(batch, partial.nbytes)
+        counts = [stop - start for start, stop in spans]
+        modelled_s = self._costs.total_s(zip(widths, counts, strict=True), batch.hidden.nbytes, partial.nbytes)
         if self._settings.pace:
             _wait_until(start_s + modelled_s)
         self._batches += 1
@@ -180,17 +183,6 @@ class NdpWorker:
             else:
                 raise StoreError(f"the store has no replicas of {bits} bits", f"run `tiermoe prepare --bits {bits}`")
         return self._layers[key]
-
-    def _modelled_s(self, batch: ExpertBatch, bytes_out: int) -> float:
-        rows: Sequence[int] = np.diff(batch.starts).tolist()
-        works = [
-            Work(
-                self._shape.hidden, self._shape.intermediate, n, bits or self._full_bits, self._group if bits else None
-            )
-            for bits, n in zip(batch.bits.tolist(), rows, strict=True)
-            if n
-        ]
-        return batch_cost(self._device, works, batch.hidden.nbytes, bytes_out).total_s
 
 
 def _threads(settings: NdpSettings, index: int) -> Threads:

@@ -42,5 +42,5 @@ class ProcessSample:
 def take_sample(counters: Mapping[str, float] = _NOTHING, peers: Mapping[str, Counters] = _NOTHING) -> ProcessSample:
     """The sample of this process with these counters."""
     times, rss_bytes = os.times(), int(psutil.Process().memory_info().rss)
-    cpu_s = times.user + times.system
-    return ProcessSample(time.monotonic(), os.getpid(), rss_bytes, cpu_s, dict(counters), dict(peers))
+    now_s, cpu_s = time.monotonic(), times.user + times.system
+    return ProcessSample(now_s, os.getpid(), rss_bytes, cpu_s, dict(counters), dict(peers))

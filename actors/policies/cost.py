@@ -1,14 +1,14 @@
 """Modelled seconds of a batch of experts on a near-data device: one model for planner, worker and simulator.
 
 The device of "Context-Aware MoE Inference on CXL-Enabled GPU-NDP Systems", section 5.1 and table 2: memory of a stated
-bandwidth, systolic arrays beside it, and a link to the host. `expert_cost` and `batch_cost` state our assumptions where
+bandwidth, systolic arrays beside it, and a link to the host. `expert_cost` and `BatchCosts` state our assumptions where
 the paper is silent. Nothing here is measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -133,9 +133,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """Modelled seconds. `memory_s` and `compute_s` overlap within an expert, so they do not add up to `total_s`."""
+    """Modelled seconds of an expert. `memory_s` and `compute_s` overlap, so they do not add up to `total_s`."""
 
-    link_s: float
     memory_s: float
     compute_s: float
     total_s: float
@@ -156,7 +155,7 @@ def packed_bytes(hidden: int, intermediate: int, bits: int, group: int | None) -
 
 
 def expert_cost(device: NdpDevice, work: Work) -> Cost:
-    """One expert on the device: `link_s` is 0, `total_s` the longer of memory and compute.
+    """One expert on the device: `total_s` is the longer of memory and compute.
 
     1. Every weight byte, scales included, is read once at full internal bandwidth: experts are long contiguous arrays.
     Activations stay in the arrays' buffers.
@@ -175,29 +174,42 @@ def expert_cost(device: NdpDevice, work: Work) -> Cost:
     memory_s = work.weight_bytes / (device.memory_gbps * 1e9)
     steps = math.ceil(work.rows / device.array_rows)
     compute_s = work.macs / work.rows * steps * device.array_rows / device.macs_per_s(work.bits)
-    return Cost(0.0, memory_s, compute_s, max(memory_s, compute_s))
+    return Cost(memory_s, compute_s, max(memory_s, compute_s))
 
 
-def batch_cost(device: NdpDevice, works: Sequence[Work], activation_bytes_in: int, activation_bytes_out: int) -> Cost:
-    """One message with the token rows of several experts, and its reply; zero without experts.
+class BatchCosts:
+    """Seconds of messages with the token rows of several experts of one model, and their replies.
 
     Experts run one after another, each on all arrays; the link carries all activations in before the first and all
-    results out after the last, one latency each way.
+    results out after the last, one latency each way. Decode steps ask for the same few experts' seconds over and over.
 
     Args:
-        works: one for each expert of the batch.
-        activation_bytes_in, activation_bytes_out: of all token rows and of all results, as they cross the link.
+        full_bits: of a weight in full precision, which a batch calls 0 bits. group: as of `Work`, below that.
     """
-    if not works:
-        return Cost(0.0, 0.0, 0.0, 0.0)
-    experts = [expert_cost(device, work) for work in works]
-    link_s = load_s(activation_bytes_in, device.link) + load_s(activation_bytes_out, device.link)
-    return Cost(
-        link_s=link_s,
-        memory_s=math.fsum(e.memory_s for e in experts),
-        compute_s=math.fsum(e.compute_s for e in experts),
-        total_s=link_s + math.fsum(e.total_s for e in experts),
-    )
+
+    def __init__(self, device: NdpDevice, hidden: int, intermediate: int, full_bits: int, group: int | None) -> None:
+        self._device, self._link = device, device.link
+        self._shape, self._full_bits, self._group = (hidden, intermediate), full_bits, group
+        self._known: dict[tuple[int, int], float] = {}  # of an expert, by (bits, rows)
+
+    def expert_s(self, bits: int, rows: int) -> float:
+        """Of one expert, without the link."""
+        if (bits, rows) not in self._known:
+            work = Work(*self._shape, rows, bits or self._full_bits, self._group if bits else None)
+            self._known[bits, rows] = expert_cost(self._device, work).total_s
+        return self._known[bits, rows]
+
+    def total_s(self, experts: Iterable[tuple[int, int]], bytes_in: int, bytes_out: int) -> float:
+        """Of a message with these experts; zero without any that has rows.
+
+        Args:
+            experts: bits and rows of each.
+            bytes_in, bytes_out: of all token rows and of all results, as they cross the link.
+        """
+        each = [self.expert_s(bits, rows) for bits, rows in experts if rows]
+        if not each:
+            return 0.0
+        return load_s(bytes_in, self._link) + load_s(bytes_out, self._link) + math.fsum(each)
 
 
 @dataclass(frozen=True)

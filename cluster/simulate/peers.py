@@ -25,7 +25,7 @@ from ...actors.engine.placer import Placer
 from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs, Without
 from ...actors.policies.context_ndp import HotSet, HotSlots
-from ...actors.policies.cost import FULL_BITS, NdpDevice, Work, expert_cost, load_s
+from ...actors.policies.cost import FULL_BITS, BatchCosts, NdpDevice, Work, expert_cost, load_s
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -243,7 +243,7 @@ class SimulatedNdp:
         keys = self.header.layers * self.header.experts
         self._owners = spread_by_bytes([1] * keys, self.workers)
         self._names = [f"ndp/{i}" for i in range(self.workers)]
-        self._kernels_s = dict[tuple[int, int], float]()  # of an expert, by bits and rows
+        self._costs = BatchCosts(self.device, self.header.hidden, self.neurons, FULL_BITS, _GROUP)
 
     @property
     def living(self) -> int:
@@ -270,10 +270,7 @@ class SimulatedNdp:
 
     def kernels_s(self, bits: int, rows: int) -> float:
         """Seconds of one expert on a device."""
-        if (bits, rows) not in self._kernels_s:
-            work = Work(self.header.hidden, self.neurons, rows, bits or FULL_BITS, _GROUP if bits else None)
-            self._kernels_s[bits, rows] = expert_cost(self.device, work).total_s
-        return self._kernels_s[bits, rows]
+        return self._costs.expert_s(bits, rows)
 
     def wait(self, task: SimulatedTask) -> float:
         """Wait for a task, which copies may have slowed since it began; how long."""

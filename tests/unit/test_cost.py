@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.policies.cost import (
+    BatchCosts,
     CostError,
     Link,
     NdpDevice,
     SplitCosts,
     Work,
-    batch_cost,
     expert_cost,
     load_s,
     packed_bytes,
@@ -60,18 +60,33 @@ def test_packed_bytes_are_those_of_the_packed_store(hidden: int, neurons: int, b
 class TestExpertCost:
     def test_memory_and_compute_overlap(self) -> None:
         # 3 * 10 * 10 weights: 600 bytes in 600 ns; 300 multiply-accumulates in 300 ns
-        assert astuple(expert_cost(DEVICE, Work(10, 10, rows=1))) == pytest.approx((0, 600e-9, 300e-9, 600e-9))
-        assert astuple(expert_cost(DEVICE, Work(10, 10, rows=4))) == pytest.approx((0, 600e-9, 1200e-9, 1200e-9))
+        assert astuple(expert_cost(DEVICE, Work(10, 10, rows=1))) == pytest.approx((600e-9, 300e-9, 600e-9))
+        assert astuple(expert_cost(DEVICE, Work(10, 10, rows=4))) == pytest.approx((600e-9, 1200e-9, 1200e-9))
 
 
-class TestBatchCost:
+def message_s(device: NdpDevice, shape: tuple[int, int], bits: int, rows: int, group: int, nbytes: int) -> float:
+    """Of one expert; each way so many bytes."""
+    return BatchCosts(device, *shape, 16, group).total_s([(bits, rows)], nbytes, nbytes)
+
+
+class TestBatchCosts:
+    def test_experts_run_one_after_another_between_two_crossings_of_the_link(self) -> None:
+        costs = BatchCosts(DEVICE, 10, 10, 16, None)
+        one_s, four_s = (expert_cost(DEVICE, Work(10, 10, rows)).total_s for rows in (1, 4))
+        for experts, seconds in (([], 0.0), ([(0, 0)], 0.0), ([(0, 1), (0, 4), (0, 1), (0, 0)], 2 * one_s + four_s)):
+            for _ in range(2):  # known by then
+                found = costs.total_s(experts, 100, 300)
+                assert found == pytest.approx(seconds and seconds + 2e-6 + 400e-9)
+        assert costs.expert_s(3, 1) == expert_cost(DEVICE, Work(10, 10, 1, 3)).total_s
+        assert BatchCosts(DEVICE, 10, 10, 4, 5).expert_s(0, 1) == expert_cost(DEVICE, Work(10, 10, 1, 4)).total_s
+
     @settings(max_examples=60, deadline=None)
     @given(rows=st.integers(1, 64), bits=st.sampled_from([1, 2, 3, 4, 8]), narrowest=st.sampled_from([1, 4, 16]))
     def test_more_work_never_takes_less(self, rows: int, bits: int, narrowest: int) -> None:
         device = replace(PAPER, narrowest_bits=narrowest)
 
         def total(rows: int, bits: int) -> float:
-            return batch_cost(device, [Work(256, 512, rows, bits, 64)], rows * 512, rows * 512).total_s
+            return message_s(device, (256, 512), bits, rows, 64, rows * 512)
 
         assert total(rows, bits) < total(rows + 1, bits)
         assert total(rows, bits) <= total(rows, bits + 1)
@@ -84,8 +99,8 @@ class TestPaper:
     @staticmethod
     def speedup(bits: int, rows: int = 1, profile: NdpDevice = PAPER) -> float:
         row_bytes = 2 * MIXTRAL[0] * rows
-        full = batch_cost(profile, [Work(*MIXTRAL, rows)], row_bytes, row_bytes)
-        return full.total_s / batch_cost(profile, [Work(*MIXTRAL, rows, bits, 128)], row_bytes, row_bytes).total_s
+        full_s, narrow_s = (message_s(profile, MIXTRAL, width, rows, 128, row_bytes) for width in (16, bits))
+        return full_s / narrow_s
 
     @pytest.mark.parametrize("rows", [1, 4, 16])
     def test_about_5x_at_3_bits_and_8x_at_2(self, rows: int) -> None:
@@ -94,7 +109,7 @@ class TestPaper:
 
     def test_near_data_beats_the_load(self) -> None:
         assert load_s(packed_bytes(*MIXTRAL, 16, None), PAPER.link) == pytest.approx(14e-3, rel=0.01)
-        assert batch_cost(PAPER, [Work(*MIXTRAL, 1)], 8192, 8192).total_s < 1e-3
+        assert message_s(PAPER, MIXTRAL, 16, 1, 128, 8192) < 1e-3
 
 
 def test_split_costs() -> None:
