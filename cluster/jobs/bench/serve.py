@@ -131,6 +131,7 @@ def serve(options: Serve, progress: Progress | None) -> Report:
     report = report_of(options, cells, limits, timeline)
     report.not_measured = absent
     if own:
+        report.settings["latency_us"] = LATENCY_US
         report.bars = list(_bars(cells, limits))
     return report
 
@@ -138,7 +139,7 @@ def serve(options: Serve, progress: Progress | None) -> Report:
 def report_of(options: Serve, cells: Sequence[Cell], limits: Limits, timeline: Timeline) -> Report:
     """The report of measured cells; `as_dict` has every request, and what every process did each second."""
     executors = dict.fromkeys(cell.target.executor for cell in cells)
-    fixed = {"model": cells[0].target.model, "latency_us": LATENCY_US, "prompts_repeat": _repeats(cells)}
+    fixed = {"model": Path(cells[0].target.model).name, "prompts_repeat": _repeats(cells)}
     report = Report("serve", ", ".join(executors), settings=options.settings(**fixed), shown=_SHOWN)
     rows = [cell.row(limits) for cell in cells]
     report.rows = rounded([row for row in rows if "refused" not in row])
