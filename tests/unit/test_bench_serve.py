@@ -78,6 +78,7 @@ def test_no_server_is_there(command: Any, prompts: Path) -> None:
         ({"attach": "a", "api_key_file": Path("k")}, "--api-key-file belongs"),
         ({"url": "u", "policy": "auto"}, "--policy belongs to a runtime"),
         ({"attach": "a", "budget": ("0.5",)}, "--budget belongs to a runtime"),
+        ({"store": "s"}, "--store is given without --config"), ({"url": "u", "store": "s"}, "--store belongs"),
         ({"config": "c", "budget": ("0.5", "0.25")}, "--budget is given twice"),
     ],
 )  # fmt: skip

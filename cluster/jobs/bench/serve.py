@@ -240,7 +240,7 @@ def _target(options: Serve) -> Any:
         return nullcontext(at_url(options.url, options.model_name, options.api_key_file))
     if options.attach is not None:
         return attached_to(options.attach, options.deployment, options.model)
-    over = {"model": options.model, "policy": options.policy, "threads": options.threads,
+    over = {"model": options.model, "policy": options.policy, "threads": options.threads, "store": options.store,
             "budget": next(iter(options.budget), None),
             "link": None if options.link_gbps is None else {"gbps": options.link_gbps}}  # fmt: skip
     return placed(checked_config(options.config, {name: value for name, value in over.items() if value is not None}))
