@@ -82,7 +82,7 @@ class Cluster:
         variables = json.dumps({"env_vars": {"TMPDIR": str(folder)}})
         submitted = self.submit(*entrypoint, options=[*options, "--runtime-env-json", variables])
         assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-        words = {"up": "ready at", "bench": "starting the HTTP server"}.get(entrypoint[1], "batch 1: 1/")
+        words = {"up": "ready at", "bench": "repetitions: 1/"}.get(entrypoint[1], "batch 1: 1/")
         asyncio.run(asyncio.wait_for(_said(self, name, words), _WAIT_S))
         wanted = list(entrypoint[1:])  # a script's interpreter is named before it, or not
         processes = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-len(wanted) :] == wanted]
@@ -231,7 +231,7 @@ def test_a_benchmark_that_is_ended_midway_leaves_nothing(cluster: Cluster, how: 
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-@pytest.mark.parametrize("command", [["up"], ["bench", "serve", "--requests", "100", *_LOAD]], ids=["up", "bench"])
+@pytest.mark.parametrize("command", [["up"], ["bench", "serve", *_LOAD, "--repeats", "99"]], ids=["up", "bench"])
 def test_a_runtime_that_is_ended_leaves_nothing(
     cluster: Cluster, command: list[str], how: str, tmp_path: Path
 ) -> None:

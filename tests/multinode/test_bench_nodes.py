@@ -1,4 +1,4 @@
-"""`tiermoe bench serve` over two Ray nodes, each a machine of its own: what is lost is in the result, and nothing stays.
+"""`tiermoe bench serve` over two Ray nodes, each a machine of its own: what is lost is in the result, nothing stays.
 
 The lead and the store are on the head, the NDP worker is on the second node.
 """
