@@ -439,17 +439,18 @@ def test_scores_that_are_no_numbers_end_their_request_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of a broken checkpoint. Guards a greedy request that went on with token 0, and a drawn one that ended all."""
-    module = import_module(f"tiermoe.actors.engine.serving.{'steps' if batching == 'continuous' else 'rows'}")
-    worker, together = workers[batching], 2 if batching == "continuous" else 1
-    real, bad_steps = module.next_tokens, iter([False, False, True])
+    path = "steps.next_tokens" if batching == "continuous" else "rows.verified_tokens"
+    (module, name), worker = name_of(path), workers[batching]
+    together = 2 if batching == "continuous" else 1
+    real, bad_steps = getattr(module, name), iter([False, False, True])
 
-    def spoilt(logits: torch.Tensor, rows: int, *rest: Any) -> list[int]:
-        if rows == together and next(bad_steps, False):
+    def spoilt(logits: torch.Tensor, *rest: Any) -> Any:
+        if logits.shape[1] == together and next(bad_steps, False):
             logits = logits.clone()
             logits[0, 0] = float("nan")
-        return real(logits, rows, *rest)
+        return real(logits, *rest)
 
-    monkeypatch.setattr(module, "next_tokens", spoilt)
+    monkeypatch.setattr(module, name, spoilt)
     bad, good = worker.submit(numbered(0, "bad", **own)), worker.submit(numbered(1))
     events = list(bad)
     assert events[-1].error_type == "CheckpointError"

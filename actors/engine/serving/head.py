@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import MtpCache
 
 from ...policies.routing import SequenceRows
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import MtpCache
 
 SPAN = 1024  # tokens of a request that the head reads at once, and keeps at least
 _LEAST = 0.4  # chance of all drafts of a chain, by the head itself; below, it ends
@@ -70,6 +72,8 @@ class HeadDrafts:
                 held.begin, held.states = begin, new
 
     def _new_cache(self) -> MtpCache:
+        from transformers.cache_utils import MtpCache  # the model's process has it
+
         cache = MtpCache(config=self._head.config)
         cache.activate_past_recording()  # a window keeps what leaves it, until the drafts are taken back
         return cache
