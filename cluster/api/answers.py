@@ -14,9 +14,9 @@ from ...actors.requests import TokenLogprob
 from ..detokenizer import TokenBytes
 from .model import Echo
 from .runs import Choice, Run
+from .scanning import Parser, ToolCall
 from .schema import GenerationBody, finite
 from .text import Delta, ScoredToken
-from .tool_parsers import Parser, ToolCall
 
 Json = dict[str, Any]
 _MANY_SCORES = 256  # tokens, each with up to twenty others
@@ -181,15 +181,19 @@ class ChatForm:
         return {"index": index} | content | {"logprobs": scores, "finish_reason": finish}
 
     def _numbered(self, index: int, calls: Sequence[ToolCall]) -> list[Json]:
-        begin = self._calls[index]
-        if not self._several:
-            calls = calls[: max(0, 1 - begin)]
-        self._calls[index] += len(calls)
-        return [
-            {"index": begin + i, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
-             "function": {"name": call.name, "arguments": call.arguments}}
-            for i, call in enumerate(calls)
-        ]  # fmt: skip
+        found: list[Json] = []
+        for call in calls:
+            self._calls[index] += call.name is not None
+            place = self._calls[index] - 1
+            if place and not self._several:
+                break
+            function = {"arguments": call.arguments}
+            if call.name is None:
+                found.append({"index": place, "function": function})
+                continue
+            head = {"index": place, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            found.append(head | {"function": {"name": call.name} | function})
+        return found
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from .model import Echo, ServedModel
 from .reasoning import ReasoningParser
 from .refusals import refused
 from .runs import Choice
+from .scanning import Parser, plain_parser
 from .schema import ChatBody, CompletionBody, GenerationBody
 from .thinking import hides_reasoning, splits_reasoning
-from .tool_parsers import Parser, PlainParser
 
 
 async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> CheckedRequest:
@@ -31,7 +31,7 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
     model.check(body)
     parser, display = _tool_parser(model, body), body.display
     marks = model.reasoning if splits_reasoning(body) else None
-    if (parser is not PlainParser and model.special_calls) or (marks is not None and model.special_reasoning):
+    if (parser is not plain_parser and model.special_calls) or (marks is not None and model.special_reasoning):
         display = replace(display, skip_special=False)
     grammar = await _grammar(model, body, key)
     text = await model.chat_text(body, body.messages, tools=body.offered_tools)
@@ -117,5 +117,5 @@ def _tool_parser(model: ServedModel, body: ChatBody) -> Callable[[], Parser]:
     if body.offered_tools and model.template is not None and refusal is not None:
         raise refused(refusal, "tools")
     if found is None or not (found.always or body.offered_tools):
-        return PlainParser
+        return plain_parser
     return partial(found.parser, body.functions)

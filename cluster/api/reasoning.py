@@ -2,18 +2,19 @@
 
     <think>          Qwen3, DeepSeek, GLM, Kimi, MiniMax, Step, Hunyuan, Nemotron        [THINK]    Mistral
     <|channel>       Gemma 4        <seed:think>    Seed-OSS        <|START_THINKING|>   Command A
+    <mm:think>       MiniMax M3     <|open|>think<|sep|>   Kimi K3
 
 Which marks are a model's, its chat template shows: some chats are rendered with it, at the start. A prompt may end
 with the mark that opens reasoning; the answer then begins inside. gpt-oss's channels are a form of the whole answer
-(`tool_parsers.HarmonyParser`).
+(`tool_parsers.harmony`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from .scanning import Parsed, Parser, Trimmer, begun
 from .templates import ChatTemplate
-from .tool_parsers import Parsed, Parser, Trimmer, begun
 
 
 class Marks(NamedTuple):
@@ -26,7 +27,8 @@ class Marks(NamedTuple):
 MARKS = (
     Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"), Marks("<seed:think>", "</seed:think>"),
     Marks("<|channel>thought\n", "<channel|>"), Marks("<|START_THINKING|>", "<|END_THINKING|>"),
-    Marks("◁think▷", "◁/think▷"),
+    Marks("◁think▷", "◁/think▷"), Marks("<mm:think>", "</mm:think>"),
+    Marks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )  # fmt: skip
 
 
