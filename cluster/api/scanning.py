@@ -231,6 +231,15 @@ class Scan:
         self._read(self._place + len(mark))
         return mark
 
+    def close(self, mark: str) -> Steps[bool]:
+        """Read space and a mark, or as much of it as there is where the text ends: some models stop before it."""
+        if (yield from self.next(mark)):
+            return True
+        if self._ended and mark.startswith(self._text[self._place :]):
+            self._read(len(self._text))
+            return True
+        return False
+
     def peek(self) -> Steps[str]:
         """The next letter that is no space, which is not read. Empty: the text ends."""
         yield from self._run(_SPACE)

@@ -26,7 +26,7 @@ def marked(begin: str, end: str | None, read: Read) -> ProgramParser:
     """Calls between two marks, any number of times, after text.
 
     Args:
-        begin, end: the marks. Some models stop before the end mark; None: there is none.
+        begin, end: the marks. None: there is no end mark.
     """
     marks = (begin,) if end is None else (end, begin)
 
@@ -35,9 +35,7 @@ def marked(begin: str, end: str | None, read: Read) -> ProgramParser:
             scan.keep()
             yield from scan.next(begin)
             closed = yield from read(scan)
-            if closed and end is not None:
-                closed = bool((yield from scan.next(end))) or (yield from scan.peek()) == ""
-            if closed:
+            if closed and (end is None or (yield from scan.close(end))):
                 scan.forget()
                 continue
             scan.spill()
@@ -178,8 +176,8 @@ def deepseek_calls(scan: Scan) -> Steps[bool]:
             return False
         scan.keep()
         called = True
-        if (fenced and not (yield from scan.next("```"))) or not (yield from scan.next("<｜tool▁call▁end｜>")):
-            return (yield from scan.peek()) == ""
+        if (fenced and not (yield from scan.close("```"))) or not (yield from scan.close("<｜tool▁call▁end｜>")):
+            return False
     return called
 
 
@@ -197,8 +195,8 @@ def kimi_calls(scan: Scan) -> Steps[bool]:
             return False
         scan.keep()
         called = True
-        if not (yield from scan.next("<|tool_call_end|>")):
-            return (yield from scan.peek()) == ""
+        if not (yield from scan.close("<|tool_call_end|>")):
+            return False
     return called
 
 
@@ -294,8 +292,8 @@ def xml_call(functions: Functions) -> Read:
             yield from scan.next(">")
             if not (yield from fields.read(key, "</parameter>", fields.schema(key), lines=True)):
                 return False
-        ended = (yield from scan.next("</function>")) or (yield from scan.at("</tool_call>"))
-        if not ended and (yield from scan.peek()):
+        ended = yield from scan.at("</tool_call>", "</seed:tool_call>")  # some leave the function's end mark out
+        if not ended and not (yield from scan.close("</function>")):
             return False
         fields.close()
         return True
@@ -318,7 +316,7 @@ def glm_call(functions: Functions) -> Read:
                 return False
             if not (yield from fields.read(key.strip(), "</arg_value>", fields.schema(key.strip()))):
                 return False
-        if not (yield from scan.at("</tool_call>")) and (yield from scan.peek()):
+        if not (yield from scan.at("</tool_call>")) and not (yield from scan.close("</tool_call>")):
             return False
         fields.close()
         return True

@@ -55,6 +55,45 @@ def test_responses_whole_and_streamed() -> None:
     assert short.incomplete_details.reason == "max_output_tokens"
 
 
+def test_responses_call_tools() -> None:
+    """Streamed by the client's helper, which checks each event; what came goes back as the client keeps it."""
+    tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}]
+    called = '<tool_call>{"name": "f", "arguments": {"x": "a long text"}}</tool_call>'
+    twice = f"so {called}{called}"
+    answers = {"f;hi": twice.encode(), f"f;hi{twice.replace(' ', '', 1)}warmcold": b"done", "f;no": called.encode()}
+
+    async def call(client: Any) -> None:
+        whole = await client.responses.create(model="fake", input="hi", tools=tools)
+        kinds, grown = [], ""
+        async with client.responses.stream(model="fake", input="hi", tools=tools) as stream:
+            async for event in stream:
+                kinds.append(event.type.removeprefix("response."))
+                if event.type == "response.function_call_arguments.delta" and event.output_index == 1:
+                    grown += event.delta
+                    assert event.snapshot == grown
+            streamed = await stream.get_final_response()
+        assert kinds.count("function_call_arguments.delta") > 8
+        assert kinds.count("function_call_arguments.done") == 2
+        for answer in (whole, streamed):
+            said, first, second = answer.output
+            assert (said.content[0].text, first.type, first.name, first.arguments) == (
+                "so", "function_call", "f", '{"x": "a long text"}')  # fmt: skip
+            assert first.call_id != second.call_id
+        assert grown == streamed.output[1].arguments
+        outputs = ("warm", [{"type": "input_text", "text": "cold"}])
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": output}
+            for item, output in zip(streamed.output[1:], outputs, strict=True)
+        ]
+        turns = [{"role": "user", "content": "hi"}, *streamed.output, *results]
+        assert (await client.responses.create(model="fake", input=turns, tools=tools)).output_text == "done"
+        short = await client.responses.create(model="fake", input="no", tools=tools, max_output_tokens=50)
+        assert (short.status, short.output[0].status) == ("incomplete", "incomplete")
+        assert short.output[0].arguments == '{"x": "a lon'
+
+    with_client(call, answers)
+
+
 def test_tool_calls_and_parsed_answers() -> None:
     class Pet(BaseModel):
         age: int

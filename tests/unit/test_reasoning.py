@@ -167,8 +167,10 @@ def test_a_model_that_thinks_unasked_is_not_heard_where_thinking_is_off() -> Non
     assert said(MESSAGES, body, b"<think>hm</think>yes") == ("", "yes")
 
 
-def test_responses_show_the_answer_alone() -> None:
-    backend = FakeBackend({"hi<think>\n": _ANSWER})
-    backend.plan["max_prompt_tokens"] = 200
-    answer = post("/v1/responses", {"input": "hi"}, backend, template=_OPENED).json()
-    assert answer["output"][0]["content"][0]["text"] == "yes"
+def test_responses_have_it_as_an_item() -> None:
+    for body, kinds in (({}, ["reasoning", "message"]), ({"include_reasoning": False}, ["message"])):
+        backend = FakeBackend({"hi<think>\n": _ANSWER})
+        backend.plan["max_prompt_tokens"] = 200
+        output = post("/v1/responses", {"input": "hi"} | body, backend, template=_OPENED).json()["output"]
+        assert [item["type"] for item in output] == kinds
+        assert [item["content"][0]["text"] for item in output] == ["hm", "yes"][-len(kinds) :]
