@@ -28,6 +28,7 @@ MARKS = (
     Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"), Marks("<seed:think>", "</seed:think>"),
     Marks("<|channel>thought\n", "<channel|>"), Marks("<|START_THINKING|>", "<|END_THINKING|>"),
     Marks("◁think▷", "◁/think▷"), Marks("<mm:think>", "</mm:think>"),
+    Marks("<think:opensource>", "</think:opensource>"),
     Marks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )  # fmt: skip
 

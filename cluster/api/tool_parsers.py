@@ -147,14 +147,24 @@ def llama_calls(scan: Scan) -> Steps[bool]:
 PYTHON_TAG = "<|python_tag|>"
 
 
+def json_calls(scan: Scan) -> Steps[bool]:
+    """A JSON list of calls, or one behind the other (MiniMax M1, Apriel)."""
+    if not (yield from scan.next("[")):
+        called = False
+        while (yield from scan.at("{")) and (yield from json_call(scan)):
+            called = True
+        return called
+    while (yield from json_call(scan)):
+        mark = yield from scan.next(",", "]")
+        if mark != ",":
+            return mark == "]" or (yield from scan.peek()) == ""
+    return False
+
+
 def mistral_calls(scan: Scan) -> Steps[bool]:
     """A JSON list of calls, or `NAME[CALL_ID]ID[ARGS]{...}` or `NAME{...}`, each after its own mark."""
-    if (yield from scan.next("[")):
-        while (yield from json_call(scan)):
-            mark = yield from scan.next(",", "]")
-            if mark != ",":
-                return mark == "]" or (yield from scan.peek()) == ""
-        return False
+    if (yield from scan.at("[")):
+        return (yield from json_calls(scan))
     name = ((yield from scan.name("[CALL_ID]", "[ARGS]", "{")) or "").strip()
     if (yield from scan.next("[CALL_ID]")) and not re.fullmatch(r"\w+", (yield from scan.name("[ARGS]", "{")) or ""):
         return False
@@ -301,27 +311,45 @@ def xml_call(functions: Functions) -> Read:
     return read
 
 
-def glm_call(functions: Functions) -> Read:
-    """NAME, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` for each argument (GLM 4.5 and later)."""
+def glm_call(functions: Functions, mark: str = "") -> Read:
+    """NAME, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` for each argument (GLM 4.5 and later);
+    with a mark in each tag, and `<tool_sep>` behind the name (Hunyuan 3)."""
+    key_ends, value_ends, end = f"</arg_key{mark}>", f"</arg_value{mark}>", f"</tool_call{mark}>"
 
     def read(scan: Scan) -> Steps[bool]:
-        name = ((yield from scan.name("<arg_key>", "</tool_call>")) or "").strip()
+        name = ((yield from scan.name(f"<tool_sep{mark}>", f"<arg_key{mark}>", end)) or "").strip()
         if not _is_name(name):
             return False
+        yield from scan.next(f"<tool_sep{mark}>")
         fields = _Fields(scan, name, functions)
-        while (yield from scan.next("<arg_key>")):
-            key = yield from scan.name("</arg_key>")
-            yield from scan.next("</arg_key>")
-            if key is None or not (yield from scan.next("<arg_value>")):
+        while (yield from scan.next(f"<arg_key{mark}>")):
+            key = yield from scan.name(key_ends)
+            yield from scan.next(key_ends)
+            if key is None or not (yield from scan.next(f"<arg_value{mark}>")):
                 return False
-            if not (yield from fields.read(key.strip(), "</arg_value>", fields.schema(key.strip()))):
+            if not (yield from fields.read(key.strip(), value_ends, fields.schema(key.strip()))):
                 return False
-        if not (yield from scan.at("</tool_call>")) and not (yield from scan.close("</tool_call>")):
+        if not (yield from scan.at(end)) and not (yield from scan.close(end)):
             return False
         fields.close()
         return True
 
     return read
+
+
+def several(begin: str, end: str, read: Read) -> Read:
+    """Calls, each between marks of its own."""
+
+    def reads(scan: Scan) -> Steps[bool]:
+        called = False
+        while (yield from scan.next(begin)):
+            if not (yield from read(scan)) or not (yield from scan.close(end)):
+                return False
+            scan.keep()
+            called = True
+        return called
+
+    return reads
 
 
 def invoke_calls(functions: Functions, mark: str = "") -> Read:

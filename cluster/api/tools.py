@@ -28,12 +28,14 @@ from .tool_parsers import (
     harmony,
     invoke_calls,
     json_call,
+    json_calls,
     kimi_calls,
     kimi_channels,
     llama_calls,
     marked,
     mistral_calls,
     python_calls,
+    several,
     whole_answer,
     xml_call,
 )
@@ -48,6 +50,7 @@ class ToolFormat:
         parser: makes one for a choice, by the JSON schemas of the functions' arguments.
         always: it gives every answer its form, also without tools.
         reasons: its parser takes the reasoning out.
+        call_ids: one of `CALL_IDS`, which it writes whatever it is given; results of tools name them.
         grammar: Lark, of one or more calls, by the schemas; None: calls cannot be forced.
     """
 
@@ -55,6 +58,7 @@ class ToolFormat:
     parser: Callable[[Functions], Parser]
     always: bool = False
     reasons: bool = False
+    call_ids: str | None = None
     grammar: Callable[[dict[str, Any], bool], str] | None = None
 
 
@@ -100,6 +104,9 @@ _MINIMAX_3 = (f"{ELEMENT}<tool_call>", f"{ELEMENT}</tool_call>")
 _SEED = ("<seed:tool_call>", "</seed:tool_call>")
 _DSML, _GEMMA = "｜DSML｜", ("<|tool_call>", "<tool_call|>")
 _INVOKES, _TOOLS = ((f"<{_DSML}{name}>", f"</{_DSML}{name}>") for name in ("function_calls", "tool_calls"))
+_HUNYUAN, _HUNYUAN_CALL = (
+    (f"<{name}:opensource>", f"</{name}:opensource>") for name in ("tool_calls", "tool_call")
+)  # fmt: skip
 _JSON_ANSWER = ("{", PYTHON_TAG)
 
 # in the order in which they are tried
@@ -109,6 +116,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "qwen-xml": ToolFormat(False, lambda functions: marked(*_CALL, xml_call(functions))),
     "seed-xml": ToolFormat(False, lambda functions: marked(*_SEED, xml_call(functions))),
     "glm-xml": ToolFormat(False, lambda functions: marked(*_CALL, glm_call(functions))),
+    "hunyuan": ToolFormat(
+        True,
+        lambda functions: marked(*_HUNYUAN, several(*_HUNYUAN_CALL, glm_call(functions, ":opensource"))),
+    ),
+    "json-list": ToolFormat(False, lambda _: marked("<tool_calls>", "</tool_calls>", json_calls)),
     "mistral": ToolFormat(True, lambda _: marked("[TOOL_CALLS]", None, mistral_calls)),
     "deepseek": ToolFormat(True, lambda _: marked(*_DEEPSEEK, deepseek_calls)),
     "deepseek-dsml": ToolFormat(True, lambda functions: marked(*_INVOKES, invoke_calls(functions, _DSML))),
@@ -116,7 +128,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "minimax": ToolFormat(True, lambda functions: marked(*_MINIMAX, invoke_calls(functions))),
     "minimax-m3": ToolFormat(True, lambda functions: marked(*_MINIMAX_3, element_calls(functions))),
     "gemma": ToolFormat(True, lambda _: marked(*_GEMMA, gathered(_GEMMA[1], gemma_call))),
-    "kimi": ToolFormat(True, lambda _: marked(*_KIMI, kimi_calls)),
+    "kimi": ToolFormat(True, lambda _: marked(*_KIMI, kimi_calls), call_ids="functions"),
     "kimi-k3": ToolFormat(
         True, lambda functions: ProgramParser(kimi_channels(functions), TOOLS_BEGIN), always=True,
     ),
@@ -145,12 +157,14 @@ class Calling:
         format: None: in no known way, or not at all.
         several: whether an answer may have more than one call.
         refusal: why requests with tools are refused; None: they are not.
+        unknown: why calls are left in the text; None: they are not.
         written: a call as the template writes it; empty: it writes none.
     """
 
     format: ToolFormat | None
     several: bool = True
     refusal: str | None = None
+    unknown: str | None = None
     written: str = ""
 
 
@@ -179,15 +193,14 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
             continue
         for form in TOOL_FORMATS.values() if named is None else (named,):
             if _round_trips(form, one, 1):
+                template.call_ids = form.call_ids or ids
                 return Calling(form, _allows_two_calls(template, form, tools), written=one)
         seen.append(f"it writes {' '.join(one.split())[:60]!r}" if one.strip() else "it writes none")
     template.call_ids, template.text_arguments = "given", False
     if named is not None:
         return Calling(named)
-    return Calling(None, refusal=(
-        f"how the model writes tool calls is not known by its chat template ({seen[0]}); leave 'tools' out, or start "
-        "the server with --tool-format"
-    ))  # fmt: skip
+    why = f"how the model writes tool calls is not known by its chat template ({seen[0]})"
+    return Calling(None, unknown=f"{why}; calls stay text, see --tool-format")
 
 
 def _allows_two_calls(template: ChatTemplate, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> bool:

@@ -79,6 +79,13 @@ _WRITE: dict[str, Callable[[Sequence[Called], Dumps], str]] = {
             f"<arg_key>{key}</arg_key>\n<arg_value>{_value(value, d)}</arg_value>\n" for key, value in given.items()
         ) + "</tool_call>" for name, given in calls
     ),
+    "hunyuan": lambda calls, d: "<tool_calls:opensource>\n" + "".join(
+        f"<tool_call:opensource>{name}<tool_sep:opensource>\n" + "".join(
+            f"<arg_key:opensource>{key}</arg_key:opensource>\n<arg_value:opensource>{_value(value, d)}"
+            "</arg_value:opensource>\n" for key, value in given.items()
+        ) + "</tool_call:opensource>\n" for name, given in calls
+    ) + "</tool_calls:opensource>",
+    "json-list": lambda calls, d: f"<tool_calls>[{', '.join(_call(*call, d) for call in calls)}]</tool_calls>",
     "mistral": lambda calls, d: "".join(f"[TOOL_CALLS]{name}[ARGS]{d(given)}" for name, given in calls),
     "deepseek": lambda calls, d: "<｜tool▁calls▁begin｜>" + "".join(
         f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{d(given)}<｜tool▁call▁end｜>" for name, given in calls
@@ -121,7 +128,7 @@ _PLAIN = st.text("ab é\n{}[]\"\\,:/", max_size=12)  # values of formats without
 def answers(draw: st.DrawFn) -> tuple[str, list[Called], str]:
     """(A format, calls, an answer with them.)"""
     form = draw(st.sampled_from(sorted(_WRITE)))
-    of_text = form in ("hermes", "mistral", "deepseek", "kimi", "llama-json", "harmony")
+    of_text = form in ("hermes", "json-list", "mistral", "deepseek", "kimi", "llama-json", "harmony")
     values: dict[str, Any] = dict.fromkeys(_STRINGS, _texts if of_text else _PLAIN)
     deep = st.lists(_nested, max_size=3) if of_text else st.lists(st.integers(), max_size=3)
     values |= {"days": st.integers(), "listed": deep}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -17,7 +18,7 @@ from tiermoe.cluster.api.model import ServedModel
 from tiermoe.cluster.api.scanning import Parsed, ToolCall
 from tiermoe.cluster.api.settings import LimitSettings, ToolFormatName
 from tiermoe.cluster.api.templates import ChatTemplate
-from tiermoe.cluster.api.tools import TOOL_FORMATS, calling
+from tiermoe.cluster.api.tools import _PROBES, _SCHEMA, TOOL_FORMATS, _round_trips, calling
 
 FUNCTIONS = {"weather": {"type": "object", "properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}, "note": {"type": ["string", "null"]},
@@ -179,6 +180,10 @@ def _written(form: str, value: str) -> str:
         "seed-xml": f"<seed:tool_call><function=f><parameter=x>{value}</parameter></function></seed:tool_call>",
         "kimi-k3": '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="x" type="number"'
                    f"<|sep|>{value}<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+        "hunyuan": "<tool_calls:opensource><tool_call:opensource>f<tool_sep:opensource><arg_key:opensource>x"
+                   f"</arg_key:opensource><arg_value:opensource>{value}</arg_value:opensource></tool_call:opensource>"
+                   "</tool_calls:opensource>",
+        "json-list": f"<tool_calls>[{of_json}]</tool_calls>",
         "minimax": f'<minimax:tool_call><invoke name="f"><parameter name="x">{value}</parameter></invoke>'
                    "</minimax:tool_call>",
         "gemma": f"<|tool_call>call:f{{x:{value}}}<tool_call|>",
@@ -301,16 +306,44 @@ WRITTEN: list[tuple[str, str, str | None]] = [
 def test_the_format_is_what_reads_what_the_template_writes(calls: str, several: str, form: str | None) -> None:
     found = calling(ChatTemplate(template_of(calls, several), {}))
     assert found.format is (None if form is None else TOOL_FORMATS[form])
-    assert (found.refusal is None) == (form is not None)
+    assert (found.unknown is None) == (form is not None)
+    assert found.refusal is None
     assert found.several == (several != _ONE)
     chat = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     response = post("/v1/chat/completions", chat, FakeBackend(step=9), template=template_of(calls, several))
-    if form is None:
-        status, param, message = error(response)
-        assert (status, param) == (400, "tools")
-        assert "is not known by its chat template" in message
-    else:
-        assert response.status_code == 200
+    assert response.status_code == 200
+    assert ("they stay text" in response.headers.get("warning", "")) == (form is None)
+
+
+_PUBLISHED = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "sessions" / "published-calls.jsonl").read_text("utf-8").splitlines()
+]
+
+
+@pytest.mark.parametrize("case", _PUBLISHED, ids=lambda case: case["templates"][0])
+def test_calls_as_published_templates_write_them(case: dict[str, Any]) -> None:
+    """What `ChatTemplate.call_text` makes of the probes with the templates that llama.cpp keeps of published models
+    (`models/templates`, revision of llama-cpp-python 0.3.36): the first format that reads it, in pieces too."""
+    count = 1 if "get_other_value" not in case["text"] else 2
+    found = [name for name, form in TOOL_FORMATS.items() if _round_trips(form, case["text"], count)]
+    assert found[0] == case["format"]
+    functions = dict.fromkeys(_PROBES, _SCHEMA)
+    parser, out = TOOL_FORMATS[case["format"]].parser(functions), Parsed()
+    for letter in case["text"]:
+        out = out.then(parser.feed(letter))
+    assert [call.name for call in out.then(parser.finish()).calls] == [*_PROBES][:count]
+
+
+def test_results_have_the_ids_that_a_form_writes_itself() -> None:
+    """Kimi K2's template numbers calls, whatever their ids are, and shows the ids of results as they are given."""
+    written = (
+        "{{ '<|tool_calls_section_begin|>' if loop.first }}<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}"
+        "<|tool_call_argument_begin|>{{ json }}<|tool_call_end|>{{ '<|tool_calls_section_end|>' if loop.last }}"
+    )
+    template = ChatTemplate(template_of(written), {})
+    assert calling(template).format is TOOL_FORMATS["kimi"]
+    assert template.call_ids == "functions"
 
 
 def test_marks_that_are_special_tokens_are_shown_to_the_parser() -> None:
