@@ -20,6 +20,7 @@ from .text import Delta, ScoredToken
 
 Json = dict[str, Any]
 _MANY_SCORES = 256  # tokens, each with up to twenty others
+_LONG_TEXT = 16_384  # letters, of which parsers read about one in two microseconds
 
 
 class Form(Protocol):
@@ -118,9 +119,10 @@ class Answer:
             yield self._json(self._form.chunk, []) | {"usage": self._usage(tokens, cached)}
 
     async def _choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
-        """As `Form.choice`; beside the event loop where it has the scores of a whole prompt or answer."""
+        """As `Form.choice`; beside the event loop where it has the scores, or the text, of a long prompt or answer."""
         make = partial(self._form.choice, index, delta, first=first, streamed=streamed)
-        return make() if len(delta.scores) + len(delta.prompt_scores) <= _MANY_SCORES else await asyncio.to_thread(make)
+        many = len(delta.scores) + len(delta.prompt_scores) > _MANY_SCORES or len(delta.text) > _LONG_TEXT
+        return await asyncio.to_thread(make) if many else make()
 
     def _json(self, kind: str, choices: list[Json]) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created_s, "model": self._checked.model}

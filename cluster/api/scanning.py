@@ -276,15 +276,18 @@ class Scan:
         open_: list[str] = []  # what closes each bracket
         wanted = "value"  # or: first (of a bracket), key, next
         while True:
-            letter = yield from self.peek()
+            letter = self._text[self._place : self._place + 1]
+            if letter <= " ":  # space, or nothing yet
+                letter = yield from self.peek()
             if letter == "":
                 return False
             if wanted in ("first", "next") and letter == open_[-1]:
-                self._read(self._place + 1)
-                put(open_.pop())
+                put(self._read(self._place + 1))
+                open_.pop()
             elif wanted == "next":
-                if not (yield from self.next(",")):
+                if letter != ",":
                     return False
+                self._read(self._place + 1)
                 put(", ")
                 wanted = "key" if open_[-1] == "}" else "value"
                 continue
@@ -354,7 +357,9 @@ class Scan:
         if not 0xD800 <= first < 0xE000:
             self._read(self._place + 6)
             return chr(first)
-        while self.unread < 12 and not self._ended and r"\u".startswith(self._text[self._place + 6 : self._place + 8]):
+        while self.unread < 12 and r"\u".startswith(self._text[self._place + 6 : self._place + 8]):
+            if self._ended:
+                return None  # the other half is cut off
             yield
         low = _HEX.fullmatch(self._text, self._place + 8, self._place + 12)
         second = int(low[0], 16) if low and self._text.startswith(r"\u", self._place + 6) else 0

@@ -118,6 +118,53 @@ def test_tool_calls_and_parsed_answers() -> None:
     assert parsed.choices[0].message.parsed == Pet(age=3)
 
 
+def test_arguments_come_in_pieces() -> None:
+    """The helpers join them, and show them at each step; `f` is called twice."""
+    called = '<tool_call>{"name": "f", "arguments": {"x": "a long \\u00e9 text", "y": [1, {}]}}</tool_call>'
+    arguments = '{"x": "a long é text", "y": [1, {}]}'
+    answers = {"f;hi": f"so {called}\n{called}".encode(), "f;no": called.encode()}
+
+    async def chats(client: Any) -> None:
+        ask: dict[str, Any] = {"model": "fake", "tools": _TOOLS}
+        shown, done = ["", ""], []
+        async with client.chat.completions.stream(**ask, messages=[{"role": "user", "content": "hi"}]) as stream:
+            async for event in stream:
+                if event.type == "tool_calls.function.arguments.delta":
+                    shown[event.index] += event.arguments_delta
+                    assert event.arguments == shown[event.index]
+                elif event.type == "tool_calls.function.arguments.done":
+                    done.append(event.arguments)
+            made = (await stream.get_final_completion()).choices[0].message.tool_calls
+        assert [call.function.arguments for call in made] == done == shown == [arguments] * 2
+        assert len({call.id for call in made}) == 2
+        cut = await client.chat.completions.create(**ask, messages=[{"role": "user", "content": "no"}], max_tokens=50)
+        (call,) = cut.choices[0].message.tool_calls
+        assert (cut.choices[0].finish_reason, call.function.arguments) == ("length", '{"x": "a lon')
+
+    async def messages(client: Any) -> None:
+        tools = [{"name": "f", "input_schema": {"type": "object"}}]
+        ask: dict[str, Any] = {"model": "fake", "tools": tools, "max_tokens": 300}
+        pieces, snapshots = "", []
+        async with client.messages.stream(**ask, messages=[{"role": "user", "content": "hi"}]) as stream:
+            async for event in stream:
+                if event.type == "input_json":
+                    pieces += event.partial_json
+                    snapshots.append(event.snapshot)
+            final = await stream.get_final_message()
+        value = {"x": "a long é text", "y": [1, {}]}
+        assert pieces == arguments * 2
+        assert len(snapshots) > 20
+        assert [block.input for block in final.content[1:]] == [value, value]
+        no = ask | {"messages": [{"role": "user", "content": "no"}], "max_tokens": 70}
+        async with client.messages.stream(**no) as stream:
+            streamed = await stream.get_final_message()
+        for cut in (await client.messages.create(**no), streamed):
+            assert (cut.stop_reason, cut.content[0].input) == ("max_tokens", {"x": "a long é text"})
+
+    with_client(chats, answers)
+    with_anthropic(messages, answers)
+
+
 def test_an_answer_comes_back_as_clients_keep_it() -> None:
     """Joined from a stream, with `index` in its calls and what wrappers add; the prompt is the same without."""
 
