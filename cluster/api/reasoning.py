@@ -105,10 +105,11 @@ class ReasoningParser:
             self._space.append(text[: len(text) - len(bare)])
             text = bare
         text = self._text + text
-        if text.startswith(self._marks.begin):
-            self._text, self._state = "", "opened"
-            return text[len(self._marks.begin) :]
-        if self._marks.begin.startswith(text):
+        for mark, state in ((self._marks.begin, "opened"), (self._marks.end, "behind")):
+            if text.startswith(mark):  # MiniMax M3 writes the last mark where it does not think
+                self._text, self._state = "", state
+                return text[len(mark) :]
+        if any(mark.startswith(text) for mark in self._marks):
             self._text = text
             return ""
         self._text = ""

@@ -56,7 +56,7 @@ CASES: list[tuple[bool, str, Parsed]] = [
     (False, "It is <think>x</think>.", Parsed("It is <think>x</think>.")),  # text, not at the beginning
     (True, "hm\n</think>\n\nHello ", Parsed("Hello ", "hm")), (True, "hm </thin", Parsed("", "hm </thin")),
     (True, "<think>hm</think>Hi", Parsed("Hi", "hm")), (True, "</think>Hi", Parsed("Hi")),
-    (True, "<th", Parsed("", "<th")),
+    (True, "<th", Parsed("", "<th")), (False, "</think>\n\nHi", Parsed("Hi")), (False, "</thin", Parsed("</thin")),
     (True, "a </think> b </think> c", Parsed("b </think> c", "a")),
     (True, f"hm</think>\n\nso {_F}", Parsed("so", "hm", (_CALL,))),
     (True, f"hm {_F}", Parsed("", "hm", (_CALL,))),  # the end is left out: the call is not lost
