@@ -14,12 +14,13 @@ from ...actors.requests import TokenLogprob
 from ..detokenizer import TokenBytes
 from .model import Echo
 from .runs import Choice, Run
+from .scanning import Parser, ToolCall
 from .schema import GenerationBody, finite
 from .text import Delta, ScoredToken
-from .tool_parsers import Parser, ToolCall
 
 Json = dict[str, Any]
 _MANY_SCORES = 256  # tokens, each with up to twenty others
+_LONG_TEXT = 16_384  # letters, of which parsers read about one in two microseconds
 
 
 class Form(Protocol):
@@ -118,9 +119,10 @@ class Answer:
             yield self._json(self._form.chunk, []) | {"usage": self._usage(tokens, cached)}
 
     async def _choice(self, index: int, delta: Delta, *, first: bool, streamed: bool) -> Json:
-        """As `Form.choice`; beside the event loop where it has the scores of a whole prompt or answer."""
+        """As `Form.choice`; beside the event loop where it has the scores, or the text, of a long prompt or answer."""
         make = partial(self._form.choice, index, delta, first=first, streamed=streamed)
-        return make() if len(delta.scores) + len(delta.prompt_scores) <= _MANY_SCORES else await asyncio.to_thread(make)
+        many = len(delta.scores) + len(delta.prompt_scores) > _MANY_SCORES or len(delta.text) > _LONG_TEXT
+        return await asyncio.to_thread(make) if many else make()
 
     def _json(self, kind: str, choices: list[Json]) -> Json:
         head = {"id": self._id, "object": kind, "created": self._created_s, "model": self._checked.model}
@@ -181,15 +183,19 @@ class ChatForm:
         return {"index": index} | content | {"logprobs": scores, "finish_reason": finish}
 
     def _numbered(self, index: int, calls: Sequence[ToolCall]) -> list[Json]:
-        begin = self._calls[index]
-        if not self._several:
-            calls = calls[: max(0, 1 - begin)]
-        self._calls[index] += len(calls)
-        return [
-            {"index": begin + i, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
-             "function": {"name": call.name, "arguments": call.arguments}}
-            for i, call in enumerate(calls)
-        ]  # fmt: skip
+        found: list[Json] = []
+        for call in calls:
+            self._calls[index] += call.name is not None
+            place = self._calls[index] - 1
+            if place and not self._several:
+                break
+            function = {"arguments": call.arguments}
+            if call.name is None:
+                found.append({"index": place, "function": function})
+                continue
+            head = {"index": place, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            found.append(head | {"function": {"name": call.name} | function})
+        return found
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ not fit the context is not asked for, and an answer that ends there says so, as 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypeAliasType
 
 from .answers import CheckedRequest, Json
@@ -272,6 +271,10 @@ def _text(content: str | list[TextBlock] | None) -> str:
     return content or "" if not isinstance(content, list) else "\n".join(block.text for block in content)
 
 
+def _json_delta(call: Json) -> Json:
+    return {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
+
+
 class _Blocks:
     """The blocks of an answer so far, and the events that make them. At most the last one is open."""
 
@@ -283,18 +286,20 @@ class _Blocks:
 
     def add(self, new: Json) -> Iterator[Json]:
         """What is new of a chat's choice, in OpenAI's form."""
+        calls = new.get("tool_calls", ())
+        if calls and "id" not in calls[0]:  # the open one goes on
+            yield self._grow(_json_delta(calls[0]), calls[0]["function"]["arguments"])
         for kind, text in (("thinking", new.get("reasoning_content")), ("text", new.get("content"))):
             if text:
                 if self._open is None or self._open["type"] != kind:
                     yield from self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
                 yield self._grow({"type": f"{kind}_delta", kind: text}, text)
-        for call in new.get("tool_calls", ()):
-            function = call["function"]
-            name = f"toolu_{call['id'].removeprefix('call_')}"
-            yield from self._begin({"type": "tool_use", "id": name, "name": function["name"], "input": {}})
-            yield self._grow(
-                {"type": "input_json_delta", "partial_json": function["arguments"]}, function["arguments"]
-            )
+        for call in calls:
+            if "id" in call:
+                name = f"toolu_{call['id'].removeprefix('call_')}"
+                block = {"type": "tool_use", "id": name, "name": call["function"]["name"], "input": {}}
+                yield from self._begin(block)
+                yield self._grow(_json_delta(call), call["function"]["arguments"])
 
     def close(self) -> Iterator[Json]:
         """The end of the open one."""
@@ -307,7 +312,7 @@ class _Blocks:
             yield {"type": "content_block_delta", "index": index, "delta": delta}
             block |= {"thinking": text, "signature": self._signature}
         elif block["type"] == "tool_use":
-            block["input"] = json.loads(text)
+            block["input"] = from_json(text, allow_partial=True)  # as clients read what has no end
         else:
             block["text"] = text
         self._done.append(block)

@@ -13,9 +13,11 @@ from .model import Echo, ServedModel
 from .reasoning import ReasoningParser
 from .refusals import refused
 from .runs import Choice
+from .scanning import Parser, plain_parser
 from .schema import ChatBody, CompletionBody, GenerationBody
 from .thinking import hides_reasoning, splits_reasoning
-from .tool_parsers import Parser, PlainParser
+
+CALLS_STAY_TEXT = "tool calls (they stay text: how the model writes them is not known, see --tool-format)"
 
 
 async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> CheckedRequest:
@@ -31,7 +33,7 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
     model.check(body)
     parser, display = _tool_parser(model, body), body.display
     marks = model.reasoning if splits_reasoning(body) else None
-    if (parser is not PlainParser and model.special_calls) or (marks is not None and model.special_reasoning):
+    if (parser is not plain_parser and model.special_calls) or (marks is not None and model.special_reasoning):
         display = replace(display, skip_special=False)
     grammar = await _grammar(model, body, key)
     text = await model.chat_text(body, body.messages, tools=body.offered_tools)
@@ -108,7 +110,7 @@ async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) ->
 
 
 def _tool_parser(model: ServedModel, body: ChatBody) -> Callable[[], Parser]:
-    """What makes a parser of a choice's text.
+    """What makes a parser of a choice's text. Where it is not known how the model calls, the client is told.
 
     Raises:
         ApiError: 400, there are tools and the model cannot call any.
@@ -117,5 +119,7 @@ def _tool_parser(model: ServedModel, body: ChatBody) -> Callable[[], Parser]:
     if body.offered_tools and model.template is not None and refusal is not None:
         raise refused(refusal, "tools")
     if found is None or not (found.always or body.offered_tools):
-        return PlainParser
+        if found is None and body.offered_tools and model.template is not None:
+            body.ignore(CALLS_STAY_TEXT)
+        return plain_parser
     return partial(found.parser, body.functions)

@@ -64,8 +64,7 @@ class ServedModel:
         self.special_calls = found is not None and (
             found.special or any(name in self.calling.written for name in special)
         )
-        channels = found is not None and found.always  # then reasoning is one of them
-        self.reasoning = None if channels else marks_of(template)
+        self.reasoning = None if found is not None and found.reasons else marks_of(template)
         self.special_reasoning = any(name in mark for mark in self.reasoning or () for name in special)
         self.token_bytes = TokenBytes(tokenizer)
         self.offload = Offload()

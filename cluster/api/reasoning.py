@@ -2,18 +2,19 @@
 
     <think>          Qwen3, DeepSeek, GLM, Kimi, MiniMax, Step, Hunyuan, Nemotron        [THINK]    Mistral
     <|channel>       Gemma 4        <seed:think>    Seed-OSS        <|START_THINKING|>   Command A
+    <mm:think>       MiniMax M3     <|open|>think<|sep|>   Kimi K3
 
 Which marks are a model's, its chat template shows: some chats are rendered with it, at the start. A prompt may end
 with the mark that opens reasoning; the answer then begins inside. gpt-oss's channels are a form of the whole answer
-(`tool_parsers.HarmonyParser`).
+(`tool_parsers.harmony`).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from .scanning import Parsed, Parser, Trimmer, begun
 from .templates import ChatTemplate
-from .tool_parsers import Parsed, Parser, Trimmer, begun
 
 
 class Marks(NamedTuple):
@@ -26,7 +27,9 @@ class Marks(NamedTuple):
 MARKS = (
     Marks("<think>", "</think>"), Marks("[THINK]", "[/THINK]"), Marks("<seed:think>", "</seed:think>"),
     Marks("<|channel>thought\n", "<channel|>"), Marks("<|START_THINKING|>", "<|END_THINKING|>"),
-    Marks("◁think▷", "◁/think▷"),
+    Marks("◁think▷", "◁/think▷"), Marks("<mm:think>", "</mm:think>"),
+    Marks("<think:opensource>", "</think:opensource>"),
+    Marks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )  # fmt: skip
 
 
@@ -102,10 +105,11 @@ class ReasoningParser:
             self._space.append(text[: len(text) - len(bare)])
             text = bare
         text = self._text + text
-        if text.startswith(self._marks.begin):
-            self._text, self._state = "", "opened"
-            return text[len(self._marks.begin) :]
-        if self._marks.begin.startswith(text):
+        for mark, state in ((self._marks.begin, "opened"), (self._marks.end, "behind")):
+            if text.startswith(mark):  # MiniMax M3 writes the last mark where it does not think
+                self._text, self._state = "", state
+                return text[len(mark) :]
+        if any(mark.startswith(text) for mark in self._marks):
             self._text = text
             return ""
         self._text = ""

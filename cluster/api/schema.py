@@ -76,6 +76,10 @@ class RequestBody(Body):
         """Names that were accepted without effect."""
         return self._ignored
 
+    def ignore(self, *names: str) -> None:
+        """These have none either."""
+        self._ignored += names
+
 
 @cache
 def _integers(body: type[BaseModel]) -> frozenset[str]:
@@ -427,7 +431,7 @@ class TemplateBody(ReasoningBody):
     def variables(self, template: ChatTemplate) -> dict[str, Any]:
         """Further ones for this template; what it does not know is ignored from now on."""
         found, ignored = variables(self, template.variables, template.levels)
-        self._ignored += ignored
+        self.ignore(*ignored)
         return found | (self.chat_template_kwargs or {})
 
     @property

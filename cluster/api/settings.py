@@ -14,8 +14,9 @@ from ..checkpoints.generation import GenerationConfigMode
 from .origins import checked_host, checked_origin
 
 ToolFormatName = Literal[  # keys of `tools.TOOL_FORMATS`
-    "harmony", "hermes", "qwen-xml", "glm-xml", "mistral", "deepseek", "deepseek-dsml", "minimax", "gemma", "kimi",
-    "lfm", "pythonic", "llama-json",
+    "harmony", "hermes", "qwen-xml", "seed-xml", "glm-xml", "hunyuan", "json-list", "mistral", "deepseek",
+    "deepseek-dsml", "deepseek-v4", "minimax", "minimax-m3", "gemma", "kimi", "kimi-k3", "lfm", "pythonic",
+    "llama-json",
 ]  # fmt: skip
 
 RequestLogFormat = Literal["text", "json", "off"]

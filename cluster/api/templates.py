@@ -27,6 +27,7 @@ _ASKED = "What is the value?"
 _ANSWER = "plain words"
 _REASON = "words of a thought"
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": {}}}
 _DOCUMENT = {"title": "A probe", "text": "words of a probe document", "contents": "words of a probe document"}
 _PROCESSORS = ("chat_template.json", "processor_config.json")  # of multimodal models, older and newer
 
@@ -83,6 +84,7 @@ class ChatTemplate:
             except _TemplateTimeout as overrun:
                 self.problem = overrun.message
         self.takes_developer = self.takes_late_system = True
+        self._thinks_in_parts = self._thinks_alone = False
         self._wants_parts = self._needs_parts()
         if self._overrun is not None:
             self.problem, self._renders = self._overrun.message, False
@@ -90,6 +92,10 @@ class ChatTemplate:
         self.takes_developer = _ANSWER in (self._tried(developer) or "")
         late = [_user(), {"role": "system", "content": _ANSWER}]
         self.takes_late_system = _ANSWER in (self._tried(late) or "")
+        said = {"role": "assistant", "content": _ANSWER, "tool_calls": [_CALL]}
+        thought = said | dict.fromkeys(_REASONING, _REASON)
+        self._thinks_alone = self._tried([_user(), said]) is not None and self._tried([_user(), thought]) is None
+        self._thinks_in_parts = self._needs_parts_of_thought()
         self.takes_documents = _DOCUMENT["text"] in (self._tried([_user()], documents=[_DOCUMENT]) or "")
 
     def render(
@@ -189,6 +195,15 @@ class ChatTemplate:
         self._wants_parts = True
         return _ASKED in (self._tried([_user()]) or "")
 
+    def _needs_parts_of_thought(self) -> bool:
+        """Whether it shows reasoning as a part of the content alone (Mistral's)."""
+        answer = {"role": "assistant", "content": _ANSWER} | dict.fromkeys(_REASONING, _REASON)
+        if _REASON in (self._tried([_user(), answer]) or _REASON):
+            return False
+        self._thinks_in_parts = True
+        shown = self._tried([_user(), answer]) or ""
+        return _REASON in shown and "type" not in shown  # and not the list itself
+
     def _tried(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str | None:
         """None: it refuses them."""
         try:
@@ -228,8 +243,15 @@ class ChatTemplate:
     def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message in the form that this template wants."""
         made = dict(message)
+        reasoning = next((made[name] for name in _REASONING if made.get(name)), None)
+        if reasoning and made["content"] and "tool_calls" in made and self._thinks_alone:
+            made |= {"reasoning_content": f"{reasoning}\n\n{made['content']}", "content": ""}
+            made = {name: value for name, value in made.items() if name not in _REASONING[1:]}
         if self._wants_parts:
-            made["content"] = [{"type": "text", "text": message["content"]}]
+            made["content"] = [{"type": "text", "text": made["content"]}]
+        if reasoning and self._thinks_in_parts:
+            said = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            made["content"] = [{"type": "thinking", "thinking": reasoning}, *said]
         if self.text_arguments and "tool_calls" in made:
             made["tool_calls"] = [_with_text(call) for call in made["tool_calls"]]
         return made

@@ -6,9 +6,10 @@
     Ollama           think: true, false, low, medium, high
     Qwen             enable_thinking, thinking_budget                         vLLM: thinking_token_budget
 
-A template knows some of `enable_thinking` or `thinking` (a switch), `reasoning_effort`, `thinking_budget` and
-`clear_thinking`. A wish is given to the variable that carries it out; an effort also turns a switch on, and a template
-with efforts alone gets the lowest one where thinking is to be off. What no variable carries out is ignored by name.
+A template knows some of `enable_thinking`, `thinking` or `thinking_mode` (a switch), `reasoning_effort` or
+`thinking_effort`, `thinking_budget` and `clear_thinking`. A wish is given to the variable that carries it out; an
+effort also turns a switch on, and a template with efforts alone gets the lowest one where thinking is to be off. What
+no variable carries out is ignored by name.
 """
 
 from __future__ import annotations
@@ -26,9 +27,13 @@ _Level = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "de
 Effort = _Level | None
 Budget = Annotated[int, BeforeValidator(integral), Field(ge=-1)]  # tokens; -1: no limit
 
-VARIABLES = ("enable_thinking", "thinking", "reasoning_effort", "thinking_budget", "clear_thinking")
+VARIABLES = (
+    "enable_thinking", "thinking", "thinking_mode", "reasoning_effort", "thinking_effort", "thinking_budget",
+    "clear_thinking",
+)  # fmt: skip
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_SWITCHES = VARIABLES[:2]
+_SWITCHES, _EFFORTS = VARIABLES[:2], VARIABLES[3:5]
+_MODES = {True: "enabled", False: "disabled"}  # of MiniMax M3
 _FITTED = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # of templates that do not name a level
 _UNSET = (None, "default", "auto")
 
@@ -111,17 +116,21 @@ def variables(
     found: dict[str, Any] = {}
     ignored = []
 
+    efforts = [name for name in _EFFORTS if name in known]
+
     def switch(on: bool) -> bool:
         mine: dict[str, Any] = {name: on for name in _SWITCHES if name in known}
-        if not mine and not on and "reasoning_effort" in known:
-            mine = {"reasoning_effort": _fitted("none", named)}
+        if "thinking_mode" in known:
+            mine["thinking_mode"] = _MODES[on]
+        if not mine and not on:
+            mine = dict.fromkeys(efforts, _fitted("none", named))
         found.update(mine)
         return bool(mine)
 
     def effort(level: str) -> bool:
         switched = switch(level != "none")
-        if level != "none" and "reasoning_effort" in known:
-            found["reasoning_effort"] = _fitted(level, named)
+        if level != "none" and efforts:
+            found.update(dict.fromkeys(efforts, _fitted(level, named)))
             return True
         return switched
 
@@ -147,6 +156,8 @@ def variables(
 
 
 def _fitted(level: str, named: Collection[str]) -> str:
+    if level == "medium" and "medium" not in named and {"low", "high"} <= set(named):
+        return "high"  # the template has these alone
     return level if level in named else _FITTED.get(level, level)
 
 

@@ -1,8 +1,9 @@
-"""What models write, into content, reasoning and calls: a parser for each way to write tool calls.
+"""Each model's way to write tool calls, as programs that read an answer as it comes (`scanning`).
 
-A parser is fed the shown text of one choice as it comes. Text that may still become a call is pending; a call is given
-out once it is whole. The work is linear in the text, however it is cut and whatever it is: places are found from left
-to right, and what ends a search ends it for all of the text.
+A call begins, and is shown, once its name and the opening of its arguments are there; until then its text is pending,
+and what turns out to be no call is content. Arguments are shown as they come: JSON rewritten as `json.dumps` writes it,
+XML with each value in the type of the function's schema, text as it comes and others once they are whole. Where the
+model breaks off, or writes no JSON, the call stays, its arguments have no end, and what follows is content.
 """
 
 from __future__ import annotations
@@ -11,278 +12,460 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from .text import overlap
+from .scanning import Program, ProgramParser, Put, Scan, Steps, ToolCall, rewritten, written
 
 _MANY_ARGUMENTS = 10_000  # that Python's parser reads, which takes microseconds for each under the interpreter's lock
+_DEEP_XML = 30  # elements in elements
 Functions = Mapping[str, Any]  # the JSON schema of each one's arguments
+Read = Callable[[Scan], Steps[bool]]  # a call, or several; False: what is read is none, or from here on
 
 
-@dataclass(frozen=True)
-class ToolCall:
-    """arguments: the text of a JSON object."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """What is new of a choice."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-
-    def then(self, later: Parsed) -> Parsed:
-        """Both as one."""
-        return Parsed(self.content + later.content, self.reasoning + later.reasoning, self.calls + later.calls)
-
-
-class Parser(Protocol):
-    """One choice's text into content and calls.
-
-    Attributes:
-        begin: what calls begin with wherever they are; None: a place shows them, or they have their own channel.
-    """
-
-    begin: str | None
-
-    def feed(self, text: str) -> Parsed: ...
-
-    def finish(self) -> Parsed:
-        """What is pending, when no more text comes."""
-        ...
-
-
-class Trimmer:
-    """Text as it comes; space at its end is pending until text follows."""
-
-    def __init__(self) -> None:
-        self._space: list[str] = []
-
-    def add(self, text: str) -> str:
-        """What may be shown."""
-        shown = text.rstrip()
-        if not shown:
-            self._space.append(text)
-            return ""
-        before, self._space = "".join(self._space), [text[len(shown) :]]
-        return before + shown
-
-    def rest(self) -> str:
-        """The space that is pending."""
-        return "".join(self._space)
-
-
-class PlainParser:
-    """All of it is content."""
-
-    begin: str | None = None
-
-    def feed(self, text: str) -> Parsed:
-        return Parsed(text)
-
-    def finish(self) -> Parsed:
-        return Parsed()
-
-
-class MarkedParser:
+def marked(begin: str, end: str | None, read: Read) -> ProgramParser:
     """Calls between two marks, any number of times, after text.
 
     Args:
-        begin, end: the marks; without an end mark calls extend to the end of the text.
-        read: parses the text between them into calls; None: it is not a call, and stays text.
+        begin, end: the marks. None: there is no end mark.
+    """
+    marks = (begin,) if end is None else (end, begin)
+
+    def program(scan: Scan) -> Steps[None]:
+        while (yield from scan.until((begin,), scan.content)):
+            scan.keep()
+            yield from scan.next(begin)
+            closed = yield from read(scan)
+            if closed and (end is None or (yield from scan.close(end))):
+                scan.forget()
+                continue
+            scan.spill()
+            if end is not None and (yield from scan.until(marks, scan.content)) and (yield from scan.at(end)):
+                yield from scan.next(end)
+                scan.content(end)
+        if not scan.called:
+            scan.space()
+
+    return ProgramParser(program, begin)
+
+
+def whole_answer(begins: Sequence[str], read: Read) -> ProgramParser:
+    """An answer that is calls, as its beginning shows, and text behind them; else it is text."""
+
+    def program(scan: Scan) -> Steps[None]:
+        scan.keep()
+        if (yield from scan.at(*begins)):
+            yield from read(scan)
+        scan.spill()
+        yield from scan.rest(scan.content)
+        if not scan.called:
+            scan.space()
+
+    return ProgramParser(program)
+
+
+def gathered(end: str | None, read: Callable[[str], Sequence[ToolCall] | None]) -> Read:
+    """Calls that are read once their text is whole, up to a mark or the end of the answer."""
+
+    def reads(scan: Scan) -> Steps[bool]:
+        parts: list[str] = []
+        yield from (scan.rest(parts.append) if end is None else scan.until((end,), parts.append))
+        calls = read("".join(parts)) or ()
+        for call in calls:
+            scan.whole_call(call.name or "", call.arguments)
+        return bool(calls)
+
+    return reads
+
+
+def _is_name(text: str | None) -> bool:
+    return re.fullmatch(r"[\w.-]+", text or "") is not None
+
+
+def _is_word(text: str | None) -> bool:
+    return text is not None and text.split() == [text] and "<" not in text
+
+
+# JSON
+
+
+def json_call(scan: Scan) -> Steps[bool]:
+    """`{"name": ..., "arguments": {...}}`, or `parameters` (Hermes 2, Qwen 2.5, Qwen 3, Llama 3)."""
+    name: str | None = None
+    arguments: str | None = None
+    called = False
+    mark = yield from scan.next("{")
+    while mark and mark != "}":
+        key = yield from scan.text()
+        if key is None or not (yield from scan.next(":")):
+            break
+        if key == "name" and name is None:
+            name = yield from scan.text()
+            if not name or "\ufffd" in name:
+                return False
+        elif key in ("arguments", "parameters") and not called and arguments is None:
+            if name is not None and (yield from scan.at("{")):
+                if not (yield from scan.object(scan.call(name))):
+                    return False
+                scan.keep()
+                called = True
+            else:  # before the name, or as text
+                parts: list[str] = []
+                if not (yield from scan.value(parts.append)):
+                    return False
+                arguments = "".join(parts)
+                arguments = arguments if arguments[0] == "{" else _object(json.loads(arguments))
+                if arguments is None:
+                    return False
+        elif not (yield from scan.value(lambda _: None)):
+            break
+        if not called and name is not None and arguments is not None:
+            scan.whole_call(name, arguments)
+            called = True
+        mark = yield from scan.next(",", "}")
+    if mark == "}" and name is not None and not called:
+        scan.whole_call(name, "{}")
+        called = True
+    return called
+
+
+def _object(text: Any) -> str | None:
+    """The JSON object that is written in a text; None: it is none."""
+    found = rewritten(text) if isinstance(text, str) else None
+    return found if found is not None and found[0] == "{" else None
+
+
+def llama_calls(scan: Scan) -> Steps[bool]:
+    """Several with `;` between (Llama 3)."""
+    yield from scan.next(PYTHON_TAG)
+    while (yield from json_call(scan)):
+        scan.keep()
+        while (yield from scan.next(";", ",")):
+            pass
+    return True
+
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+def json_calls(scan: Scan) -> Steps[bool]:
+    """A JSON list of calls, or one behind the other (MiniMax M1, Apriel)."""
+    if not (yield from scan.next("[")):
+        called = False
+        while (yield from scan.at("{")) and (yield from json_call(scan)):
+            called = True
+        return called
+    while (yield from json_call(scan)):
+        mark = yield from scan.next(",", "]")
+        if mark != ",":
+            return mark == "]" or (yield from scan.peek()) == ""
+    return False
+
+
+def mistral_calls(scan: Scan) -> Steps[bool]:
+    """A JSON list of calls, or `NAME[CALL_ID]ID[ARGS]{...}` or `NAME{...}`, each after its own mark."""
+    if (yield from scan.at("[")):
+        return (yield from json_calls(scan))
+    name = ((yield from scan.name("[CALL_ID]", "[ARGS]", "{")) or "").strip()
+    if (yield from scan.next("[CALL_ID]")) and not re.fullmatch(r"\w+", (yield from scan.name("[ARGS]", "{")) or ""):
+        return False
+    yield from scan.next("[ARGS]")
+    return _is_name(name) and (yield from scan.object(scan.call(name)))
+
+
+def deepseek_calls(scan: Scan) -> Steps[bool]:
+    """`function` SEP NAME and JSON in a fence (DeepSeek V3, R1), or NAME SEP JSON (V3.1), each between marks."""
+    called = False
+    while (yield from scan.next("<｜tool▁call▁begin｜>")):
+        name, fenced = (yield from scan.name(_SEP)), False
+        yield from scan.next(_SEP)
+        if name == "function" and (yield from scan.peek()) not in ("{", ""):
+            name, fenced = (yield from scan.name("\n")), True
+            if not (yield from scan.next("```json\n")):
+                return False
+        if not name or not (yield from scan.object(scan.call(name.strip()))):
+            return False
+        scan.keep()
+        called = True
+        if (fenced and not (yield from scan.close("```"))) or not (yield from scan.close("<｜tool▁call▁end｜>")):
+            return False
+    return called
+
+
+_SEP = "<｜tool▁sep｜>"
+
+
+def kimi_calls(scan: Scan) -> Steps[bool]:
+    """`functions.NAME:INDEX` ARGUMENT JSON, each between marks (Kimi K2)."""
+    called = False
+    while (yield from scan.next("<|tool_call_begin|>")):
+        head = (yield from scan.name(_ARGUMENT)) or ""
+        yield from scan.next(_ARGUMENT)
+        name, _, number = head.strip().removeprefix("functions.").rpartition(":")
+        if not number.isdecimal() or not _is_name(name) or not (yield from scan.object(scan.call(name))):
+            return False
+        scan.keep()
+        called = True
+        if not (yield from scan.close("<|tool_call_end|>")):
+            return False
+    return called
+
+
+_ARGUMENT = "<|tool_call_argument_begin|>"
+
+
+# XML
+
+
+class _Fields:
+    """The arguments of a call whose values are plain text, as they come; their types are those of the schema."""
+
+    def __init__(self, scan: Scan, name: str, functions: Functions) -> None:
+        schema = functions.get(name)
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        self._known = properties if isinstance(properties, dict) else {}
+        self._scan, self._put, self._separator = scan, scan.call(name), ""
+        self._put("{")
+        self._put("")
+        scan.keep()
+
+    def schema(self, key: str) -> Any:
+        return self._known.get(key)
+
+    def put(self, key: str, value: str) -> None:
+        """A value that is JSON, or its beginning."""
+        self._put(f"{self._separator}{written(key)}: {value}")
+        self._separator = ", "
+        self._scan.keep()
+
+    def read(self, key: str, end: str, schema: Any, *, lines: bool = False) -> Steps[bool]:
+        """Read a value up to its end mark, and the mark. False: the text ends before.
+
+        Args:
+            lines: the value is on lines of its own.
+        """
+        types = _types(schema)
+        if "string" in types and "null" not in types:
+            self.put(key, '"')
+            self._scan.forget()
+            inner = _Text(self._put, lines)
+            if not (yield from self._scan.until((end,), inner.add, begun_too=False)):
+                return False
+            self._put('"')
+        else:
+            parts: list[str] = []
+            if not (yield from self._scan.until((end,), parts.append)):
+                return False
+            text = "".join(parts)
+            self.put(key, _typed(text.removeprefix("\n").removesuffix("\n") if lines else text, schema))
+        yield from self._scan.next(end)
+        self._scan.keep()
+        return True
+
+    def close(self) -> None:
+        self._put("}")
+        self._scan.keep()
+
+
+class _Text:
+    """The inside of a JSON string, as it comes.
+
+    Args:
+        lines: a line break at its begin and at its end are left out.
     """
 
-    def __init__(self, begin: str, end: str | None, read: Callable[[str], Sequence[ToolCall] | None]) -> None:
-        self._marks, self._read = (begin, end), read
-        self.begin: str | None = begin
-        self._text = ""  # may become a mark
-        self._call: list[str] = []
-        self._shown = Trimmer()  # space before and between calls is not content
-        self._inside = self._called = False
+    def __init__(self, put: Put, lines: bool) -> None:
+        self._put, self._lines = put, lines
+        self._begun, self._held = not lines, ""
 
-    def feed(self, text: str) -> Parsed:
-        text, place = self._text + text, 0
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        while True:
-            wanted = self._marks[self._inside]
-            at = -1 if wanted is None else text.find(wanted, place)
-            end = at if at >= 0 else len(text) - begun(text, place, (wanted,) if wanted else ())
-            if self._inside:
-                self._call.append(text[place:end])
-            else:
-                content.append(self._shown.add(text[place:end]))
-            if at < 0 or wanted is None:
-                self._text = text[end:]
-                return Parsed("".join(content), calls=tuple(calls))
-            if self._inside:
-                closed = self._close(wanted)
-                content.append(closed.content)
-                calls += closed.calls
-            place, self._inside = at + len(wanted), not self._inside
-
-    def finish(self) -> Parsed:
-        if self._inside:
-            self._call.append(self._text)  # some models stop before the mark
-            self._inside = False
-            return self._close("")
-        shown = self._shown.add(self._text)
-        return Parsed(shown if self._called else shown + self._shown.rest())
-
-    def _close(self, mark: str) -> Parsed:
-        text, self._call = "".join(self._call), []
-        calls = self._read(text)
-        if not calls:
-            return Parsed(self._shown.add(f"{self._marks[0]}{text}{mark}"))
-        self._called = True
-        return Parsed(calls=tuple(calls))
+    def add(self, text: str) -> None:
+        if not self._begun:
+            self._begun, text = True, text.removeprefix("\n")
+        text = self._held + text
+        self._held = "\n" if self._lines and text.endswith("\n") else ""
+        self._put(written(text.removesuffix(self._held))[1:-1])
 
 
-def begun(text: str, place: int, marks: Sequence[str]) -> int:
-    """Characters at the end of a text, from a place on, with which one of the marks begins."""
-    longest = max(map(len, marks), default=1)
-    tail = text[max(place, len(text) - longest + 1) :]
-    return max((overlap(tail, mark) for mark in marks), default=0)
-
-
-def _enclosed(text: str, *marks: tuple[str, str]) -> list[tuple[str, ...]] | None:
-    """The texts between pairs of marks that follow each other, any number of times; None: other text than space is
-    outside of them."""
-    found, place = [], 0
-    while text.find(marks[0][0], place) >= 0:
-        row = []
-        for begin, end in marks:
-            start = text.find(begin, place)
-            stop = -1 if start < 0 else text.find(end, start + len(begin))
-            if stop < 0 or text[place:start].strip():
-                return None
-            row.append(text[start + len(begin) : stop])
-            place = stop + len(end)
-        found.append(tuple(row))
-    return None if text[place:].strip() else found
-
-
-def _is_name(text: str) -> bool:
-    return re.fullmatch(r"[\w.-]+", text) is not None
-
-
-def hermes_call(text: str) -> Sequence[ToolCall] | None:
-    """`{"name": ..., "arguments": {...}}` (Hermes 2, Qwen 2.5, Qwen 3)."""
-    call = call_of(_json(text))
-    return None if call is None else (call,)
-
-
-def xml_call(functions: Functions) -> Callable[[str], Sequence[ToolCall] | None]:
+def xml_call(functions: Functions) -> Read:
     """`<function=NAME>`, then `<parameter=KEY>` VALUE `</parameter>` for each argument (Qwen 3 Coder, Nemotron 3)."""
 
-    def read(text: str) -> Sequence[ToolCall] | None:
-        head, mark, body = text.strip().removesuffix("</function>").partition(">")
-        name, rows = head.removeprefix("<function="), _enclosed(body, ("<parameter=", "</parameter>"))
-        if name == head or not mark or not _is_word(name) or rows is None:
-            return None
-        pairs = []
-        for (inside,) in rows:
-            key, mark, value = inside.partition(">")
-            if not mark or not _is_word(key):
-                return None
-            pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
-        return (_typed_call(name, pairs, functions),)
+    def read(scan: Scan) -> Steps[bool]:
+        named = yield from scan.next("<function=")
+        name = (yield from scan.name(">")) if named else None
+        if name is None or not _is_word(name):
+            return False
+        yield from scan.next(">")
+        fields = _Fields(scan, name, functions)
+        while (yield from scan.next("<parameter=")):
+            key = yield from scan.name(">")
+            if key is None or not _is_word(key):
+                return False
+            yield from scan.next(">")
+            if not (yield from fields.read(key, "</parameter>", fields.schema(key), lines=True)):
+                return False
+        ended = yield from scan.at("</tool_call>", "</seed:tool_call>")  # some leave the function's end mark out
+        if not ended and not (yield from scan.close("</function>")):
+            return False
+        fields.close()
+        return True
 
     return read
 
 
-def _is_word(text: str) -> bool:
-    return text.split() == [text] and "<" not in text
+def glm_call(functions: Functions, mark: str = "") -> Read:
+    """NAME, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` for each argument (GLM 4.5 and later);
+    with a mark in each tag, and `<tool_sep>` behind the name (Hunyuan 3)."""
+    key_ends, value_ends, end = f"</arg_key{mark}>", f"</arg_value{mark}>", f"</tool_call{mark}>"
 
-
-def glm_call(functions: Functions) -> Callable[[str], Sequence[ToolCall] | None]:
-    """NAME, then `<arg_key>KEY</arg_key>` and `<arg_value>VALUE</arg_value>` for each argument (GLM 4.5 and later)."""
-
-    def read(text: str) -> Sequence[ToolCall] | None:
-        name, mark, rest = text.partition("<arg_key>")
-        rows = _enclosed(mark + rest, ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"))
-        if rows is None or not _is_name(name.strip()):
-            return None
-        return (_typed_call(name.strip(), [(key.strip(), value) for key, value in rows], functions),)
+    def read(scan: Scan) -> Steps[bool]:
+        name = ((yield from scan.name(f"<tool_sep{mark}>", f"<arg_key{mark}>", end)) or "").strip()
+        if not _is_name(name):
+            return False
+        yield from scan.next(f"<tool_sep{mark}>")
+        fields = _Fields(scan, name, functions)
+        while (yield from scan.next(f"<arg_key{mark}>")):
+            key = yield from scan.name(key_ends)
+            yield from scan.next(key_ends)
+            if key is None or not (yield from scan.next(f"<arg_value{mark}>")):
+                return False
+            if not (yield from fields.read(key.strip(), value_ends, fields.schema(key.strip()))):
+                return False
+        if not (yield from scan.at(end)) and not (yield from scan.close(end)):
+            return False
+        fields.close()
+        return True
 
     return read
 
 
-def invoke_calls(functions: Functions, mark: str = "") -> Callable[[str], Sequence[ToolCall] | None]:
+def several(begin: str, end: str, read: Read) -> Read:
+    """Calls, each between marks of its own."""
+
+    def reads(scan: Scan) -> Steps[bool]:
+        called = False
+        while (yield from scan.next(begin)):
+            if not (yield from read(scan)) or not (yield from scan.close(end)):
+                return False
+            scan.keep()
+            called = True
+        return called
+
+    return reads
+
+
+def invoke_calls(functions: Functions, mark: str = "") -> Read:
     """`<invoke name="NAME">`, `<parameter name="KEY">` VALUE `</parameter>` for each argument, `</invoke>`, several one
     after the other (MiniMax M2); with DeepSeek's mark before each word, and `string="true"` of values that are text
-    (DeepSeek V3.2)."""
+    (DeepSeek V3.2, V4)."""
+    invoke, end = f"<{mark}invoke name=", f"</{mark}invoke>"
+    parameter, ends = f"<{mark}parameter name=", f"</{mark}parameter>"
 
-    def read(text: str) -> Sequence[ToolCall] | None:
-        rows = _enclosed(text, (f"<{mark}invoke name=", f"</{mark}invoke>"))
-        calls = [_invoked(inside, mark, functions) for (inside,) in rows or ()]
-        return None if rows is None or None in calls else [call for call in calls if call is not None]
+    def read(scan: Scan) -> Steps[bool]:
+        called = False
+        while (yield from scan.next(invoke)):
+            name = ((yield from scan.name(">")) or "").strip().strip('"')
+            if not _is_word(name):
+                return False
+            yield from scan.next(">")
+            fields = _Fields(scan, name, functions)
+            while (yield from scan.next(parameter)):
+                head = ((yield from scan.name(">")) or "").strip()
+                key, _, kind = head.removeprefix('"').partition('"')
+                if not key:
+                    return False
+                yield from scan.next(">")
+                if not (yield from fields.read(key, ends, _STRING.get(kind.strip(), fields.schema(key)))):
+                    return False
+            if not (yield from scan.next(end)):
+                return False
+            fields.close()
+            called = True
+        return called
 
     return read
-
-
-def _invoked(text: str, mark: str, functions: Functions) -> ToolCall | None:
-    head, end, body = text.partition(">")
-    name, rows = head.strip().strip('"'), _enclosed(body, (f"<{mark}parameter name=", f"</{mark}parameter>"))
-    if not end or not _is_word(name) or rows is None:
-        return None
-    pairs, said = [], {}
-    for (inside,) in rows:
-        head, end, value = inside.partition(">")
-        key, _, kind = head.strip().removeprefix('"').partition('"')
-        if not end or not key:
-            return None
-        if kind.strip() in _STRING:
-            said[key] = _STRING[kind.strip()]
-        pairs.append((key, value))
-    return _typed_call(name, pairs, {name: {"properties": said}} if said else functions)
 
 
 _STRING: dict[str, Any] = {'string="true"': {"type": "string"}, 'string="false"': {}}
 
 
-def gemma_call(text: str) -> Sequence[ToolCall] | None:
-    """`call:NAME{KEY:VALUE, ...}`, where `<|"|>` is before and behind text and keys have no marks (Gemma 4)."""
-    head, mark, rest = text.strip().partition("{")
-    name, parts = head.removeprefix("call:"), (mark + rest).split('<|"|>')
-    if name == head or not _is_name(name) or len(parts) % 2 == 0:
-        return None
-    parts[0::2] = [_KEY.sub(r'\1"\2":', part).replace("None", "null") for part in parts[0::2]]
-    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    call = call_of({"name": name, "arguments": _json("".join(parts))})
-    return None if call is None else (call,)
+def element_calls(functions: Functions) -> Read:
+    """`<invoke name="NAME">`, then `<KEY>` VALUE `</KEY>` for each argument, where objects and lists are elements of
+    such elements; a mark is before each (MiniMax M3)."""
+
+    def read(scan: Scan) -> Steps[bool]:
+        called = False
+        while (yield from scan.next(f"{ELEMENT}<invoke name=")):
+            name = ((yield from scan.name(">")) or "").strip().strip('"')
+            if not _is_word(name):
+                return False
+            yield from scan.next(">")
+            fields = _Fields(scan, name, functions)
+            while not (yield from scan.next(f"{ELEMENT}</invoke>")):
+                if not (yield from scan.next(f"{ELEMENT}<")):
+                    return False
+                key = yield from scan.name(">")
+                value = None if key is None else (yield from _element(scan, key, fields.schema(key), _DEEP_XML))
+                if key is None or value is None:
+                    return False
+                fields.put(key, value)
+            fields.close()
+            called = True
+        return called
+
+    return read
 
 
-_KEY = re.compile(r"([{,]\s*)([\w.$-]+)\s*:")
+ELEMENT = "]<]minimax[>["
 
 
-def _typed_call(name: str, pairs: Sequence[tuple[str, str]], functions: Functions) -> ToolCall:
-    """A call whose arguments are plain text: their types are those of the function's schema."""
-    schema = functions.get(name)
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    known = properties if isinstance(properties, dict) else {}
-    arguments = {key: _typed(value, known.get(key)) for key, value in pairs}
-    return ToolCall(name, _written(arguments))
+def _element(scan: Scan, tag: str, schema: Any, deep: int) -> Steps[str | None]:
+    """Read the rest of an element: its value as JSON. None: it does not end, or contains another."""
+    parts: list[str] = []
+    inner: list[tuple[str, str]] = []
+    yield from scan.next(">")
+    while deep and (yield from scan.until((ELEMENT,), parts.append)):
+        if (yield from scan.next(f"{ELEMENT}</{tag}>")):
+            return _value_of("".join(parts), inner, schema)
+        key = (yield from scan.name(">")) if (yield from scan.next(f"{ELEMENT}<")) else None
+        if key is None or not _is_word(key):
+            return None
+        of_key = _part(schema, "items") if key == "item" else _part(_part(schema, "properties"), key)
+        value = yield from _element(scan, key, of_key, deep - 1)
+        if value is None:
+            return None
+        inner.append((key, value))
+    return None
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """A value of a schema: a string is the text itself; others are JSON, or Python's literals."""
+def _value_of(text: str, inner: Sequence[tuple[str, str]], schema: Any) -> str:
+    """JSON of an element with this text, or with these elements in it."""
+    types = _types(schema)
+    is_list = "array" in types or ("object" not in types and all(key == "item" for key, _ in inner))
+    if inner and is_list:
+        return f"[{', '.join(value for _, value in inner)}]"
+    if inner:
+        return "{" + ", ".join(f"{written(key)}: {value}" for key, value in inner) + "}"
+    if not text.strip() and types & {"array", "object"}:
+        return "[]" if "array" in types else "{}"
+    return _typed(text, schema)
+
+
+def _part(schema: Any, name: str) -> Any:
+    return schema.get(name) if isinstance(schema, dict) else None
+
+
+def _typed(text: str, schema: Any) -> str:
+    """JSON of a value of a schema: a string is the text itself; others are JSON, or Python's literals."""
     types = _types(schema)
     if "string" in types and not ("null" in types and text.strip() in ("null", "None")):
-        return text
-    for read in (json.loads, ast.literal_eval) if text.count(",") <= _MANY_ARGUMENTS else (json.loads,):
+        return written(text)
+    if (found := rewritten(text)) is not None:
+        return found
+    if text.count(",") <= _MANY_ARGUMENTS:
         try:
-            found = read(text.strip())
-            _written(found)
-            return found
+            return written(ast.literal_eval(text.strip()))
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-    return text
+            pass
+    return written(text)
 
 
 def _types(schema: Any) -> set[str]:
@@ -302,114 +485,22 @@ def _list(found: Any) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def mistral_calls(text: str) -> Sequence[ToolCall] | None:
-    """A JSON list of calls, or `NAME[CALL_ID]ID[ARGS]{...}` or `NAME{...}`, several, each after its own mark."""
-    listed = _json(text)
-    if isinstance(listed, list):
-        calls = [call_of(value) for value in listed]
-    else:
-        calls = [_mistral_call(part) for part in text.split("[TOOL_CALLS]")]
-    return None if None in calls else [call for call in calls if call is not None]
+# others, read once they are whole
 
 
-def _mistral_call(text: str) -> ToolCall | None:
-    head, mark, rest = text.partition("{")
-    head, _, call_id = head.strip().removesuffix("[ARGS]").partition("[CALL_ID]")
-    known = _is_name(head) and (not _ or re.fullmatch(r"\w+", call_id))
-    return call_of({"name": head, "arguments": _json(mark + rest)}) if known else None
+def gemma_call(text: str) -> Sequence[ToolCall] | None:
+    """`call:NAME{KEY:VALUE, ...}`, where `<|"|>` is before and behind text and keys have no marks (Gemma 4)."""
+    head, mark, rest = text.strip().partition("{")
+    name, parts = head.removeprefix("call:"), (mark + rest).split('<|"|>')
+    if name == head or not _is_name(name) or len(parts) % 2 == 0:
+        return None
+    parts[0::2] = [_KEY.sub(r'\1"\2":', part).replace("None", "null") for part in parts[0::2]]
+    parts[1::2] = [json.dumps(part) for part in parts[1::2]]
+    arguments = _object("".join(parts))
+    return None if arguments is None else (ToolCall(name, arguments),)
 
 
-def deepseek_calls(text: str) -> Sequence[ToolCall] | None:
-    """`function` SEP NAME and JSON in a fence (DeepSeek V3, R1), or NAME SEP JSON (V3.1), each between marks."""
-    rows = _enclosed(text, ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"))
-    calls: list[ToolCall] = []
-    for (inside,) in rows or ():
-        name, mark, arguments = inside.partition("<｜tool▁sep｜>")
-        if name == "function":
-            named, _, fenced = arguments.partition("\n")
-            bare = fenced.removeprefix("```json\n").removesuffix("\n```")
-            if named and len(bare) == len(fenced) - len("```json\n\n```"):
-                name, arguments = named, bare
-        call = call_of({"name": name.strip(), "arguments": _json(arguments)}) if mark else None
-        if call is None:
-            return None
-        calls.append(call)
-    return None if rows is None else calls
-
-
-def kimi_calls(text: str) -> Sequence[ToolCall] | None:
-    """`functions.NAME:INDEX` ARGUMENT JSON, each between marks (Kimi K2)."""
-    rows = _enclosed(text, ("<|tool_call_begin|>", "<|tool_call_end|>"))
-    calls: list[ToolCall] = []
-    for (inside,) in rows or ():
-        head, mark, arguments = inside.partition("<|tool_call_argument_begin|>")
-        name, _, number = head.strip().removeprefix("functions.").rpartition(":")
-        known = mark and number.isdecimal() and _is_name(name)
-        call = call_of({"name": name, "arguments": _json(arguments)}) if known else None
-        if call is None:
-            return None
-        calls.append(call)
-    return None if rows is None else calls
-
-
-class WholeParser:
-    """An answer that is calls as a whole, or text as its beginning shows.
-
-    Args:
-        begins: what calls may begin with, after space.
-        read: parses the answer into calls; None: it is text.
-    """
-
-    begin: str | None = None
-
-    def __init__(self, begins: tuple[str, ...], read: Callable[[str], Sequence[ToolCall] | None]) -> None:
-        self._begins, self._read = begins, read
-        self._parts: list[str] = []
-        self._begin = ""  # of the answer, until it is known what it is
-        self._content: bool | None = None
-
-    def feed(self, text: str) -> Parsed:
-        if self._content:
-            return Parsed(text)
-        self._parts.append(text)
-        if self._content is None:
-            self._begin += text if self._begin else text.lstrip()
-            if self._begin.startswith(self._begins):
-                self._content = False
-            elif not any(begin.startswith(self._begin) for begin in self._begins):
-                self._content = True
-                return Parsed("".join(self._parts))
-        return Parsed()
-
-    def finish(self) -> Parsed:
-        if self._content:
-            return Parsed()
-        text = "".join(self._parts)
-        calls = self._read(text)
-        return Parsed(calls=tuple(calls)) if calls else Parsed(text)
-
-
-PYTHON_TAG = "<|python_tag|>"
-
-
-def llama_calls(text: str) -> Sequence[ToolCall] | None:
-    """`{"name": ..., "parameters": {...}}`, several with `;` between (Llama 3)."""
-    text, place = text.strip().removeprefix(PYTHON_TAG), 0
-    calls: list[ToolCall] = []
-    decoder = json.JSONDecoder()
-    while True:
-        while place < len(text) and (text[place] in ";," or text[place].isspace()):
-            place += 1
-        if place == len(text):
-            return calls
-        try:
-            value, place = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            return None
-        call = call_of(value)
-        if call is None:
-            return None
-        calls.append(call)
+_KEY = re.compile(r"([{,]\s*)([\w.$-]+)\s*:")
 
 
 def python_calls(text: str) -> Sequence[ToolCall] | None:
@@ -440,136 +531,114 @@ def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
         raise ValueError("no call by keywords")
     arguments = {str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in node.keywords}
-    return ToolCall(ast.unparse(node.func), _written(arguments))
+    return ToolCall(ast.unparse(node.func), written(arguments))
 
 
-class HarmonyParser:
+# channels
+
+
+def harmony(scan: Scan) -> Steps[None]:
     """gpt-oss's messages: a header with channel and recipient, `<|message|>`, a body, an end mark.
 
     The final channel, and commentary to nobody, is content; analysis is reasoning; a body to `functions.NAME` is a
     call's arguments.
     """
-
-    begin: str | None = None
-    _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-    _MESSAGE = "<|message|>"
-    _LONG_HEADER = 1024
-
-    def __init__(self) -> None:
-        self._text = ""  # a header so far, or what may become a mark
-        self._header = True
-        self._kind, self._name = "final", ""
-        self._body: list[str] = []
-
-    def feed(self, text: str) -> Parsed:
-        text, place = self._text + text, 0
-        shown: dict[str, list[str]] = {"content": [], "reasoning": []}
-        calls: list[ToolCall] = []
-        while True:
-            if self._header:
-                mark: str | None = self._MESSAGE
-                at = text.find(self._MESSAGE, place, place + self._LONG_HEADER + len(self._MESSAGE))
-                end = at if at >= 0 else len(text) - begun(text, place, (self._MESSAGE,))
-                if end - place > self._LONG_HEADER or not _header_like(text[place:end]):
-                    self._header, self._kind = False, "final"  # the model does not keep to its form
-                    continue
-                if at >= 0:
-                    self._begin(text[place:end])
-            else:
-                at, mark = _first(text, place, self._ENDS)
-                end = at if at >= 0 else len(text) - begun(text, place, self._ENDS)
-                self._take(text[place:end], shown)
-                if at >= 0:
-                    self._end(shown, calls)
-            if at < 0 or mark is None:
-                self._text = text[place if self._header else end :]
-                return Parsed("".join(shown["content"]), "".join(shown["reasoning"]), tuple(calls))
-            place = at + len(mark)
-
-    def finish(self) -> Parsed:
-        shown: dict[str, list[str]] = {"content": [], "reasoning": []}
-        calls: list[ToolCall] = []
-        if not self._header:
-            self._take(self._text, shown)
-            self._end(shown, calls)
-        self._text = ""
-        return Parsed("".join(shown["content"]), "".join(shown["reasoning"]), tuple(calls))
-
-    def _begin(self, header: str) -> None:
-        channel = re.search(r"<\|channel\|>\s*(\w+)", header)
-        to = re.search(r"to=functions\.([^\s<]+)", header)
-        self._kind = "call" if to is not None else "final" if channel is None else channel[1]
-        self._name, self._header, self._body = "" if to is None else to[1], False, []
-
-    def _take(self, text: str, shown: Mapping[str, list[str]]) -> None:
-        if self._kind == "call":
-            self._body.append(text)
+    while True:
+        scan.keep()
+        is_header = yield from scan.at(*_HEADERS)
+        header = (yield from scan.name(_MESSAGE)) if is_header else None
+        shown = scan.content
+        if header is not None:
+            yield from scan.next(_MESSAGE)
+            channel = re.search(r"<\|channel\|>\s*(\w+)", header)
+            to = re.search(r"to=functions\.([^\s<]+)", header)
+            if to is not None:
+                scan.keep()
+                if not (yield from scan.at("{")):  # nothing is no arguments
+                    if not (yield from scan.peek()) or (yield from scan.at(*_ENDS)):
+                        scan.whole_call(to[1], "{}")
+                elif (yield from scan.object(scan.call(to[1]))):
+                    scan.keep()
+                scan.spill()
+            elif channel is not None and channel[1] == "analysis":
+                shown = scan.reasoning
+        elif is_header and not (yield from scan.peek()):
+            break
         else:
-            shown["reasoning" if self._kind == "analysis" else "content"].append(text)
-
-    def _end(self, shown: Mapping[str, list[str]], calls: list[ToolCall]) -> None:
-        body, kind = "".join(self._body).strip(), self._kind
-        self._header, self._body = True, []
-        if kind == "call" and isinstance(_json(body or "{}"), dict):
-            calls.append(ToolCall(self._name, body or "{}"))
-        elif kind == "call":
-            shown["content"].append(body)
-
-
-def _first(text: str, place: int, marks: Sequence[str]) -> tuple[int, str | None]:
-    """Where the first of some marks is, from a place on, and which; all begin with `<|`."""
-    while (place := text.find("<|", place)) >= 0:
-        for mark in marks:
-            if text.startswith(mark, place):
-                return place, mark
-        place += 1
-    return -1, None
+            scan.spill()  # the model does not keep to its form
+        if header is not None:
+            scan.forget()
+        if not (yield from scan.until(_ENDS, shown)):
+            break
+        yield from scan.next(*_ENDS)
+    if not scan.called:
+        scan.space()
 
 
-def _header_like(text: str) -> bool:
-    begin = text.lstrip()
-    marks = ("<|start|>", "<|channel|>", "<|constrain|>", "assistant", "to=")
-    return not begin or any(begin.startswith(mark) or mark.startswith(begin) for mark in marks)
+_MESSAGE = "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_HEADERS = ("<|start|>", "<|channel|>", "<|constrain|>", _MESSAGE, "assistant", "to=")
 
 
-def call_of(value: Any) -> ToolCall | None:
-    """The call of an object with a name and arguments (or parameters); None: it is not one."""
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not _encodable(name):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _json(arguments)
-    if not isinstance(arguments, dict):
-        return None
-    try:
-        return ToolCall(name, _written(arguments))
-    except (ValueError, RecursionError):
-        return None
+def kimi_channels(functions: Functions) -> Program:
+    """Kimi K3's answer behind its reasoning: elements `response` and `tools`, with a `call` for each call and an
+    `argument` with key and type for each value, or one `json`. The response is content."""
+
+    def program(scan: Scan) -> Steps[None]:
+        while (yield from scan.until(_ELEMENTS, scan.content)):
+            if not (yield from scan.next(TOOLS_BEGIN)):
+                yield from scan.next(*_ELEMENTS)
+                continue
+            scan.keep()
+            while (yield from _kimi_call(scan, functions)):
+                scan.keep()
+            scan.spill()
+        if not scan.called:
+            scan.space()
+
+    return program
 
 
-def _json(text: str) -> Any:
-    """None: it is not JSON, which has no NaN and no infinity."""
-    try:
-        return json.loads(text, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        return None
+def _tag(name: str, opens: bool = True) -> str:
+    return f"<|{'open' if opens else 'close'}|>{name}"
 
 
-def _no_number(name: str) -> None:
-    raise ValueError(f"JSON has no {name}")
+_END_TAG = "<|sep|>"
+TOOLS_BEGIN = _tag("tools") + _END_TAG
+_ELEMENTS = (
+    TOOLS_BEGIN, _tag("response") + _END_TAG, "<|end_of_msg|>",
+    *(_tag(name, opens=False) + _END_TAG for name in ("response", "tools", "message")),
+)  # fmt: skip
 
 
-def _written(value: Any) -> str:
-    """JSON of what a model wrote. Raises ValueError: it has a number beyond all floats (1e999)."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    # half of a surrogate pair cannot be sent but as its escape
-    return text if _encodable(text) else json.dumps(value, allow_nan=False)
-
-
-def _encodable(text: str) -> bool:
-    """Whether it can be sent: without halves of surrogate pairs, which only escapes write."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
+def _kimi_call(scan: Scan, functions: Functions) -> Steps[bool]:
+    attributes = yield from _attributes(scan, _tag("call "))
+    name = attributes.get("tool", "")
+    if not _is_word(name):
         return False
-    return True
+    if (yield from scan.at(_tag("json"))):
+        yield from _attributes(scan, _tag("json"))
+        if not (yield from scan.object(scan.call(name))):
+            return False
+        scan.keep()
+        yield from scan.next(_tag("json", opens=False) + _END_TAG)
+    else:
+        fields = _Fields(scan, name, functions)
+        while key := (attributes := (yield from _attributes(scan, _tag("argument ")))).get("key"):
+            schema = {"type": attributes["type"]} if attributes.get("type") == "string" else {}
+            if not (yield from fields.read(key, _tag("argument", opens=False) + _END_TAG, schema)):
+                return False
+        if not (yield from scan.at(_tag("call", opens=False))):
+            return False
+        fields.close()
+    return bool((yield from scan.next(_tag("call", opens=False) + _END_TAG)))
+
+
+def _attributes(scan: Scan, begin: str) -> Steps[dict[str, str]]:
+    """Read a tag: its attributes. Empty: it is not there."""
+    head = (yield from scan.name(_END_TAG)) if (yield from scan.next(begin)) else None
+    if head is None:
+        return {}
+    yield from scan.next(_END_TAG)
+    found = re.findall(r'(\w+)="([^"]*)"', head)
+    return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in found}

@@ -13,23 +13,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from .refusals import ApiError
+from .scanning import Parser, ProgramParser
 from .templates import CALL_IDS, ChatTemplate
 from .tool_parsers import (
+    ELEMENT,
     PYTHON_TAG,
+    TOOLS_BEGIN,
     Functions,
-    HarmonyParser,
-    MarkedParser,
-    Parser,
-    WholeParser,
     deepseek_calls,
+    element_calls,
+    gathered,
     gemma_call,
     glm_call,
-    hermes_call,
+    harmony,
     invoke_calls,
+    json_call,
+    json_calls,
     kimi_calls,
+    kimi_channels,
     llama_calls,
+    marked,
     mistral_calls,
     python_calls,
+    several,
+    whole_answer,
     xml_call,
 )
 
@@ -42,12 +49,16 @@ class ToolFormat:
         special: it is written with special tokens, which are to be shown to the parser.
         parser: makes one for a choice, by the JSON schemas of the functions' arguments.
         always: it gives every answer its form, also without tools.
+        reasons: its parser takes the reasoning out.
+        call_ids: one of `CALL_IDS`, which it writes whatever it is given; results of tools name them.
         grammar: Lark, of one or more calls, by the schemas; None: calls cannot be forced.
     """
 
     special: bool
     parser: Callable[[Functions], Parser]
     always: bool = False
+    reasons: bool = False
+    call_ids: str | None = None
     grammar: Callable[[dict[str, Any], bool], str] | None = None
 
 
@@ -89,25 +100,42 @@ _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _KIMI = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _LFM = ("<|tool_call_start|>", "<|tool_call_end|>")
 _MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
+_MINIMAX_3 = (f"{ELEMENT}<tool_call>", f"{ELEMENT}</tool_call>")
+_SEED = ("<seed:tool_call>", "</seed:tool_call>")
 _DSML, _GEMMA = "｜DSML｜", ("<|tool_call>", "<tool_call|>")
-_INVOKES = (f"<{_DSML}function_calls>", f"</{_DSML}function_calls>")
+_INVOKES, _TOOLS = ((f"<{_DSML}{name}>", f"</{_DSML}{name}>") for name in ("function_calls", "tool_calls"))
+_HUNYUAN, _HUNYUAN_CALL = (
+    (f"<{name}:opensource>", f"</{name}:opensource>") for name in ("tool_calls", "tool_call")
+)  # fmt: skip
+_JSON_ANSWER = ("{", PYTHON_TAG)
 
 # in the order in which they are tried
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "harmony": ToolFormat(True, lambda _: HarmonyParser(), always=True, grammar=_harmony_grammar),
-    "hermes": ToolFormat(False, lambda _: MarkedParser(*_CALL, hermes_call), grammar=_hermes_grammar),
-    "qwen-xml": ToolFormat(False, lambda functions: MarkedParser(*_CALL, xml_call(functions))),
-    "glm-xml": ToolFormat(False, lambda functions: MarkedParser(*_CALL, glm_call(functions))),
-    "mistral": ToolFormat(True, lambda _: MarkedParser("[TOOL_CALLS]", None, mistral_calls)),
-    "deepseek": ToolFormat(True, lambda _: MarkedParser(*_DEEPSEEK, deepseek_calls)),
-    "deepseek-dsml": ToolFormat(True, lambda functions: MarkedParser(*_INVOKES, invoke_calls(functions, _DSML))),
-    "minimax": ToolFormat(True, lambda functions: MarkedParser(*_MINIMAX, invoke_calls(functions))),
-    "gemma": ToolFormat(True, lambda _: MarkedParser(*_GEMMA, gemma_call)),
-    "kimi": ToolFormat(True, lambda _: MarkedParser(*_KIMI, kimi_calls)),
-    "lfm": ToolFormat(True, lambda _: MarkedParser(*_LFM, python_calls)),
-    "pythonic": ToolFormat(False, lambda _: WholeParser(("[",), python_calls)),
-    "llama-json": ToolFormat(True, lambda _: WholeParser(("{", PYTHON_TAG), llama_calls), grammar=_llama_grammar),
-}
+    "harmony": ToolFormat(True, lambda _: ProgramParser(harmony), always=True, reasons=True, grammar=_harmony_grammar),
+    "hermes": ToolFormat(False, lambda _: marked(*_CALL, json_call), grammar=_hermes_grammar),
+    "qwen-xml": ToolFormat(False, lambda functions: marked(*_CALL, xml_call(functions))),
+    "seed-xml": ToolFormat(False, lambda functions: marked(*_SEED, xml_call(functions))),
+    "glm-xml": ToolFormat(False, lambda functions: marked(*_CALL, glm_call(functions))),
+    "hunyuan": ToolFormat(
+        True,
+        lambda functions: marked(*_HUNYUAN, several(*_HUNYUAN_CALL, glm_call(functions, ":opensource"))),
+    ),
+    "json-list": ToolFormat(False, lambda _: marked("<tool_calls>", "</tool_calls>", json_calls)),
+    "mistral": ToolFormat(True, lambda _: marked("[TOOL_CALLS]", None, mistral_calls)),
+    "deepseek": ToolFormat(True, lambda _: marked(*_DEEPSEEK, deepseek_calls)),
+    "deepseek-dsml": ToolFormat(True, lambda functions: marked(*_INVOKES, invoke_calls(functions, _DSML))),
+    "deepseek-v4": ToolFormat(True, lambda functions: marked(*_TOOLS, invoke_calls(functions, _DSML))),
+    "minimax": ToolFormat(True, lambda functions: marked(*_MINIMAX, invoke_calls(functions))),
+    "minimax-m3": ToolFormat(True, lambda functions: marked(*_MINIMAX_3, element_calls(functions))),
+    "gemma": ToolFormat(True, lambda _: marked(*_GEMMA, gathered(_GEMMA[1], gemma_call))),
+    "kimi": ToolFormat(True, lambda _: marked(*_KIMI, kimi_calls), call_ids="functions"),
+    "kimi-k3": ToolFormat(
+        True, lambda functions: ProgramParser(kimi_channels(functions), TOOLS_BEGIN), always=True,
+    ),
+    "lfm": ToolFormat(True, lambda _: marked(*_LFM, gathered(_LFM[1], python_calls))),
+    "pythonic": ToolFormat(False, lambda _: whole_answer(("[",), gathered(None, python_calls))),
+    "llama-json": ToolFormat(True, lambda _: whole_answer(_JSON_ANSWER, llama_calls), grammar=_llama_grammar),
+}  # fmt: skip
 
 
 _PROBES: dict[str, dict[str, Any]] = {
@@ -129,12 +157,14 @@ class Calling:
         format: None: in no known way, or not at all.
         several: whether an answer may have more than one call.
         refusal: why requests with tools are refused; None: they are not.
+        unknown: why calls are left in the text; None: they are not.
         written: a call as the template writes it; empty: it writes none.
     """
 
     format: ToolFormat | None
     several: bool = True
     refusal: str | None = None
+    unknown: str | None = None
     written: str = ""
 
 
@@ -163,15 +193,14 @@ def calling(template: ChatTemplate | None, name: str | None = None) -> Calling:
             continue
         for form in TOOL_FORMATS.values() if named is None else (named,):
             if _round_trips(form, one, 1):
+                template.call_ids = form.call_ids or ids
                 return Calling(form, _allows_two_calls(template, form, tools), written=one)
         seen.append(f"it writes {' '.join(one.split())[:60]!r}" if one.strip() else "it writes none")
     template.call_ids, template.text_arguments = "given", False
     if named is not None:
         return Calling(named)
-    return Calling(None, refusal=(
-        f"how the model writes tool calls is not known by its chat template ({seen[0]}); leave 'tools' out, or start "
-        "the server with --tool-format"
-    ))  # fmt: skip
+    why = f"how the model writes tool calls is not known by its chat template ({seen[0]})"
+    return Calling(None, unknown=f"{why}; calls stay text, see --tool-format")
 
 
 def _allows_two_calls(template: ChatTemplate, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> bool:
@@ -194,4 +223,7 @@ def _round_trips(form: ToolFormat, text: str, count: int) -> bool:
     """Whether a format's parser reads the rendered calls as they were."""
     parser = form.parser(dict.fromkeys(_PROBES, _SCHEMA))
     calls = parser.feed(text).then(parser.finish()).calls
-    return [(call.name, json.loads(call.arguments)) for call in calls] == [*_PROBES.items()][:count]
+    try:
+        return [(call.name, json.loads(call.arguments)) for call in calls] == [*_PROBES.items()][:count]
+    except ValueError:  # a call that has no end
+        return False

@@ -232,7 +232,7 @@ def _http_server(
         with steps:
             steps("starting the HTTP server")
             http = stack.enter_context(HttpServer(server, server_socket, plan))
-        _say_if_chats_fail(server)
+        _say_what_chats_lack(server)
         defaults = read_defaults(Path(server.tokenizer or plan["store_path"]), server.generation_config)
         if defaults.warning is not None:
             Console(stderr=True).print(defaults.warning, soft_wrap=True, markup=False)
@@ -253,15 +253,20 @@ def _http_server(
         yield FileWatch(checks | {"the HTTP server": http.look}, say).look
 
 
-def _say_if_chats_fail(server: ApiSettings) -> None:
-    """A model's own template that cannot be rendered costs its chats, not the server."""
+def _say_what_chats_lack(server: ApiSettings) -> None:
+    """A model's own template that cannot be rendered costs its chats, not the server; calls that are not known cost
+    their parsing."""
     from ..api.templates import load_chat_template
+    from ..api.tools import calling
 
-    if server.tokenizer is not None and server.chat_template is None:
-        template = load_chat_template(Path(server.tokenizer), None)
-        if template is not None and template.problem is not None:
-            words = f"chats are refused: {template.problem}; completions are served, see --chat-template"
-            Console(stderr=True).print(words, soft_wrap=True, markup=False)
+    if server.tokenizer is None:
+        return
+    template = load_chat_template(Path(server.tokenizer), Path(server.chat_template) if server.chat_template else None)
+    if template is not None and template.problem is not None:
+        words = f"chats are refused: {template.problem}; completions are served, see --chat-template"
+        Console(stderr=True).print(words, soft_wrap=True, markup=False)
+    elif (unknown := calling(template, server.tool_format).unknown) is not None:
+        Console(stderr=True).print(unknown, soft_wrap=True, markup=False)
 
 
 def _check_files(server: ApiSettings) -> None:

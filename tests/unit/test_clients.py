@@ -55,6 +55,45 @@ def test_responses_whole_and_streamed() -> None:
     assert short.incomplete_details.reason == "max_output_tokens"
 
 
+def test_responses_call_tools() -> None:
+    """Streamed by the client's helper, which checks each event; what came goes back as the client keeps it."""
+    tools: Any = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}]
+    called = '<tool_call>{"name": "f", "arguments": {"x": "a long text"}}</tool_call>'
+    twice = f"so {called}{called}"
+    answers = {"f;hi": twice.encode(), f"f;hi{twice.replace(' ', '', 1)}warmcold": b"done", "f;no": called.encode()}
+
+    async def call(client: Any) -> None:
+        whole = await client.responses.create(model="fake", input="hi", tools=tools)
+        kinds, grown = [], ""
+        async with client.responses.stream(model="fake", input="hi", tools=tools) as stream:
+            async for event in stream:
+                kinds.append(event.type.removeprefix("response."))
+                if event.type == "response.function_call_arguments.delta" and event.output_index == 1:
+                    grown += event.delta
+                    assert event.snapshot == grown
+            streamed = await stream.get_final_response()
+        assert kinds.count("function_call_arguments.delta") > 8
+        assert kinds.count("function_call_arguments.done") == 2
+        for answer in (whole, streamed):
+            said, first, second = answer.output
+            assert (said.content[0].text, first.type, first.name, first.arguments) == (
+                "so", "function_call", "f", '{"x": "a long text"}')  # fmt: skip
+            assert first.call_id != second.call_id
+        assert grown == streamed.output[1].arguments
+        outputs = ("warm", [{"type": "input_text", "text": "cold"}])
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": output}
+            for item, output in zip(streamed.output[1:], outputs, strict=True)
+        ]
+        turns = [{"role": "user", "content": "hi"}, *streamed.output, *results]
+        assert (await client.responses.create(model="fake", input=turns, tools=tools)).output_text == "done"
+        short = await client.responses.create(model="fake", input="no", tools=tools, max_output_tokens=50)
+        assert (short.status, short.output[0].status) == ("incomplete", "incomplete")
+        assert short.output[0].arguments == '{"x": "a lon'
+
+    with_client(call, answers)
+
+
 def test_tool_calls_and_parsed_answers() -> None:
     class Pet(BaseModel):
         age: int
@@ -77,6 +116,53 @@ def test_tool_calls_and_parsed_answers() -> None:
         (made,) = choice.message.tool_calls
         assert (made.function.name, made.function.arguments) == ("f", '{"x": 1}')
     assert parsed.choices[0].message.parsed == Pet(age=3)
+
+
+def test_arguments_come_in_pieces() -> None:
+    """The helpers join them, and show them at each step; `f` is called twice."""
+    called = '<tool_call>{"name": "f", "arguments": {"x": "a long \\u00e9 text", "y": [1, {}]}}</tool_call>'
+    arguments = '{"x": "a long é text", "y": [1, {}]}'
+    answers = {"f;hi": f"so {called}\n{called}".encode(), "f;no": called.encode()}
+
+    async def chats(client: Any) -> None:
+        ask: dict[str, Any] = {"model": "fake", "tools": _TOOLS}
+        shown, done = ["", ""], []
+        async with client.chat.completions.stream(**ask, messages=[{"role": "user", "content": "hi"}]) as stream:
+            async for event in stream:
+                if event.type == "tool_calls.function.arguments.delta":
+                    shown[event.index] += event.arguments_delta
+                    assert event.arguments == shown[event.index]
+                elif event.type == "tool_calls.function.arguments.done":
+                    done.append(event.arguments)
+            made = (await stream.get_final_completion()).choices[0].message.tool_calls
+        assert [call.function.arguments for call in made] == done == shown == [arguments] * 2
+        assert len({call.id for call in made}) == 2
+        cut = await client.chat.completions.create(**ask, messages=[{"role": "user", "content": "no"}], max_tokens=50)
+        (call,) = cut.choices[0].message.tool_calls
+        assert (cut.choices[0].finish_reason, call.function.arguments) == ("length", '{"x": "a lon')
+
+    async def messages(client: Any) -> None:
+        tools = [{"name": "f", "input_schema": {"type": "object"}}]
+        ask: dict[str, Any] = {"model": "fake", "tools": tools, "max_tokens": 300}
+        pieces, snapshots = "", []
+        async with client.messages.stream(**ask, messages=[{"role": "user", "content": "hi"}]) as stream:
+            async for event in stream:
+                if event.type == "input_json":
+                    pieces += event.partial_json
+                    snapshots.append(event.snapshot)
+            final = await stream.get_final_message()
+        value = {"x": "a long é text", "y": [1, {}]}
+        assert pieces == arguments * 2
+        assert len(snapshots) > 20
+        assert [block.input for block in final.content[1:]] == [value, value]
+        no = ask | {"messages": [{"role": "user", "content": "no"}], "max_tokens": 70}
+        async with client.messages.stream(**no) as stream:
+            streamed = await stream.get_final_message()
+        for cut in (await client.messages.create(**no), streamed):
+            assert (cut.stop_reason, cut.content[0].input) == ("max_tokens", {"x": "a long é text"})
+
+    with_client(chats, answers)
+    with_anthropic(messages, answers)
 
 
 def test_an_answer_comes_back_as_clients_keep_it() -> None:

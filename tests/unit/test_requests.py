@@ -117,7 +117,6 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str, str]] = [
      ""),
     # tools
     (CHAT, {"tools": _TOOLS}, "{{ messages }}{# <tool_call> #}", "tools", ""),
-    (CHAT, {"tools": _TOOLS}, "{{ tools }}", "tools", ""),
     (CHAT, {"tools": [{"type": "x"}]}, CALLS_TEMPLATE, "tools", ""),
     *((CHAT, {"tools": _TOOLS} | body, template, param, "") for body, template, param in (
         ({"tool_choice": "maybe"}, CALLS_TEMPLATE, "tool_choice"),

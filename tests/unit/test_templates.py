@@ -26,7 +26,7 @@ from tiermoe.cluster.api.settings import ApiSettings
 from tiermoe.cluster.api.templates import ChatTemplate, load_chat_template
 from tiermoe.cluster.api.tools import calling
 from tiermoe.cluster.config import configs_dir, default_model_dir
-from tiermoe.cluster.jobs.serve import _say_if_chats_fail
+from tiermoe.cluster.jobs.serve import _say_what_chats_lack
 from tiermoe.errors import CheckpointError, ConfigError
 from tiermoe.proto.bounded import Worker
 
@@ -197,13 +197,37 @@ def test_text_comes_in_parts_where_a_template_wants_them() -> None:
     assert template.render([USER, USER]) == f"{USER['content']};" * 2
 
 
+_THOUGHT = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
+_THOUGHT_CALL = _THOUGHT | {"tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("of_one", "answer", "shown"),
+    [
+        # gpt-oss: one of both with a call
+        ("{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+         "[{{ m.thinking }}]{{ m.content }}", _THOUGHT_CALL, "[hm\n\nso]"),
+        ("{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+         "[{{ m.thinking }}]{{ m.content }}", _THOUGHT, "[hm]so"),
+        # Ministral: a part of the content
+        ("{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ '[THINK]' + part.thinking"
+         " + '[/THINK]' if part.type == 'thinking' else part.text }}{% endfor %}{% endif %}", _THOUGHT_CALL,
+         "[THINK]hm[/THINK]so"),
+        ("{{ m.content }}", _THOUGHT, "so"), ("{{ m.reasoning_content }}{{ m.content }}", _THOUGHT_CALL, "hmso"),
+    ],
+)  # fmt: skip
+def test_reasoning_comes_back_as_a_template_takes_it(of_one: str, answer: dict[str, Any], shown: str) -> None:
+    template = ChatTemplate("{% for m in messages %}" + of_one + "{% endfor %}", {})
+    assert template.render([USER, answer], add_generation_prompt=False).endswith(shown)
+
+
 @pytest.mark.parametrize("source", ["{% for %}", "{% unknown %}", "{{ messages | nofilter }}"])
 def test_a_template_that_does_not_compile_costs_chats_only(
     source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert post("/v1/completions", {"prompt": "hi"}, template=source).status_code == 200
     folder = checkpoint(tmp_path / "model", {"chat_template.jinja": source})
-    _say_if_chats_fail(ApiSettings(tokenizer=str(folder)))
+    _say_what_chats_lack(ApiSettings(tokenizer=str(folder)))
     assert "chats are refused: the chat template does not compile" in capsys.readouterr().err
 
 

@@ -53,6 +53,10 @@ _USER = {"messages": [{"role": "user", "content": "hi"}]}
         ({"thinking_budget": 0}, QWEN, {"enable_thinking": False}, ()),
         ({"thinking_budget": -1}, (), {}, ()),
         ({"thinking_token_budget": 8}, SEED, {"thinking_budget": 8}, ()),
+        ({"thinking": {"type": "enabled"}}, {"thinking_mode"}, {"thinking_mode": "enabled"}, ()),  # MiniMax M3
+        ({"reasoning_effort": "none"}, {"thinking_mode"}, {"thinking_mode": "disabled"}, ()),
+        ({"reasoning_effort": "max"}, {"thinking", "thinking_effort"}, {"thinking": True, "thinking_effort": "high"},
+         ()),  # Kimi K3
     ],
 )  # fmt: skip
 def test_a_wish_is_given_to_the_variable_that_carries_it_out(
@@ -67,6 +71,9 @@ def test_a_level_that_the_template_names_is_given_as_it_is() -> None:
         expected = "low" if level == "none" else level  # `none` turns thinking off; with efforts alone it is the lowest
         found, _ = variables(body, OSS, {level, "low"})
         assert found == {"reasoning_effort": level if level == "none" else expected}
+    medium = ReasoningBody.model_validate({"reasoning_effort": "medium"})
+    for named, expected in ({"low", "high"}, "high"), ({"medium"}, "medium"), (set(), "medium"):
+        assert variables(medium, OSS, named)[0] == {"reasoning_effort": expected}
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import time
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from fake_api import CALLS_TEMPLATE, FakeBackend, byte_tokenizer, error, events, post, template_of
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core import from_json
 
 from tiermoe.cluster.api.model import ServedModel
+from tiermoe.cluster.api.scanning import Parsed, ToolCall
 from tiermoe.cluster.api.settings import LimitSettings, ToolFormatName
 from tiermoe.cluster.api.templates import ChatTemplate
-from tiermoe.cluster.api.tool_parsers import Parsed, ToolCall
-from tiermoe.cluster.api.tools import TOOL_FORMATS, calling
+from tiermoe.cluster.api.tools import _PROBES, _SCHEMA, TOOL_FORMATS, _round_trips, calling
 
 FUNCTIONS = {"weather": {"type": "object", "properties": {
     "city": {"type": "string"}, "days": {"type": "integer"}, "note": {"type": ["string", "null"]},
@@ -28,10 +29,9 @@ _CALLED = '{"name": "weather", "arguments": {"city": "Rom 🙂", "days": 2}}'
 _LLAMA = _CALLED.replace("arguments", "parameters")
 
 _XML = "<function=weather>\n<parameter=city>\nRom 🙂\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
-_CALLS, _D = "<｜tool▁calls▁begin｜>", "｜DSML｜"
-_PAIRS = (
-    "<arg_key>city</arg_key>\n<arg_value>Rom 🙂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
-)
+_DEEP = "<｜tool▁call▁begin｜>"
+_CALLS, _D, _N = "<｜tool▁calls▁begin｜>", "｜DSML｜", "]<]minimax[>["
+_PAIRS = "<arg_key>city</arg_key>\n<arg_value>Rom 🙂</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
 
 # (format, text) -> what it means
 CASES: list[tuple[str, str, Parsed]] = [
@@ -95,7 +95,7 @@ CASES: list[tuple[str, str, Parsed]] = [
     ("llama-json", f'<|python_tag|>{_LLAMA}; {{"name": "time", "parameters": {{}}}}', Parsed(calls=(ROME, TIME))),
     ("llama-json", "It is { warm }.", Parsed("It is { warm }.")),
     ("llama-json", '{"answer": 5}', Parsed('{"answer": 5}')),
-    ("llama-json", f"{_LLAMA} and {{", Parsed(f"{_LLAMA} and {{")),
+    ("llama-json", f"{_LLAMA} and {{", Parsed(" and {", calls=(ROME,))),
     ("pythonic", '[weather(city="Rom 🙂", days=2), time()]', Parsed(calls=(ROME, TIME))),
     ("pythonic", "[f(x=true, y=[{'a': None}])]", Parsed(calls=(ToolCall("f", '{"x": true, "y": [{"a": null}]}'),))),
     ("pythonic", "[1, 2]", Parsed("[1, 2]")),
@@ -110,6 +110,37 @@ CASES: list[tuple[str, str, Parsed]] = [
     ("harmony", "<|channel|>analysis<|message|>t<|end|><|start|>assistant to=functions.weather<|channel|>commentary "
      "json<|message|>" + ROME.arguments, Parsed(reasoning="t", calls=(ROME,))),
     ("harmony", "<|channel|>commentary<|message|>I look.<|end|>", Parsed("I look.")),
+    ("deepseek-v4", f'<{_D}tool_calls>\n<{_D}invoke name="time">\n\n</{_D}invoke>\n</{_D}tool_calls>',
+     Parsed(calls=(TIME,))),
+    ("seed-xml", f"<seed:tool_call>{_XML}</seed:tool_call>", Parsed(calls=(ROME,))),
+    ("minimax-m3", f'ok{_N}<tool_call>\n{_N}<invoke name="weather">{_N}<city>Rom 🙂{_N}</city>{_N}<days>2{_N}</days>'
+     f'{_N}</invoke>\n{_N}<invoke name="f">{_N}<a>{_N}<item>1{_N}</item>{_N}<item>{_N}<b>x{_N}</b>{_N}</item>{_N}</a>'
+     f'{_N}</invoke>\n{_N}</tool_call>',
+     Parsed("ok", calls=(ROME, ToolCall("f", '{"a": [1, {"b": "x"}]}')))),
+    ("minimax-m3", f'{_N}<tool_call>{_N}<invoke name="f">{_N}<a>{_N}<b>1{_N}</a>',
+     Parsed(f"{_N}<a>{_N}<b>1{_N}</a>", calls=(ToolCall("f", "{"),))),
+    ("kimi-k3", "<|open|>response<|sep|>Look. <|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool=\"weather\""
+     " index=\"1\"<|sep|><|open|>argument key=\"city\" type=\"string\"<|sep|>Rom 🙂<|close|>argument<|sep|>"
+     "<|open|>argument key=\"days\" type=\"number\"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|>"
+     "<|open|>call tool=\"time\" index=\"2\"<|sep|><|open|>json type=\"object\"<|sep|>{}<|close|>json<|sep|>"
+     "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>",
+     Parsed("Look.", calls=(ROME, TIME))),
+    ("kimi-k3", "<|open|>response<|sep|>Hi.<|close|>response<|sep|><|close|>message<|sep|>", Parsed("Hi.")),
+    # breaks off, or breaks: the call has no end, what follows is content
+    ("hermes", 'a <tool_call>{"name": "f", "arguments": {"x": [1, "two',
+     Parsed("a", calls=(ToolCall("f", '{"x": [1, "two'),))),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1, }}</tool_call> b',
+     Parsed("}}</tool_call> b", calls=(ToolCall("f", '{"x": 1, '),))),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {no}}</tool_call>',
+     Parsed('<tool_call>{"name": "f", "arguments": {no}}</tool_call>')),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 12',
+     Parsed("12", calls=(ToolCall("f", '{"x": '),))),
+    # what models write and JSON or the form does not have
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "a\nb</tool_call>"}</tool_call>{"x": 1}',
+     Parsed('{"x": 1}', calls=(ToolCall("f", '{"x": "a\\nb</tool_call>"}'),))),
+    ("hermes", '<tool_call>{"arguments": "{\\"x\\": 1}", "id": [{}], "name": "f"}</tool_call>',
+     Parsed(calls=(ToolCall("f", '{"x": 1}'),))),
+    ("hermes", f"<tool_call>{{no <tool_call>{_CALLED}</tool_call>", Parsed("<tool_call>{no", calls=(ROME,))),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>{no<|call|>", Parsed("{no")),
     ("harmony", "Plain text <|end|>", Parsed("Plain text ")),
 ]  # fmt: skip
@@ -143,6 +174,16 @@ def _written(form: str, value: str) -> str:
                 f'{{"x": {value}}}<|tool_call_end|><|tool_calls_section_end|>',
         "deepseek-dsml": f'<{_D}function_calls><{_D}invoke name="f"><{_D}parameter name="x" string="false">{value}'
                          f"</{_D}parameter></{_D}invoke></{_D}function_calls>",
+        "deepseek-v4": f'<{_D}tool_calls><{_D}invoke name="f"><{_D}parameter name="x" string="false">{value}'
+                       f"</{_D}parameter></{_D}invoke></{_D}tool_calls>",
+        "minimax-m3": f'{_N}<tool_call>{_N}<invoke name="f">{_N}<x>{value}{_N}</x>{_N}</invoke>{_N}</tool_call>',
+        "seed-xml": f"<seed:tool_call><function=f><parameter=x>{value}</parameter></function></seed:tool_call>",
+        "kimi-k3": '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="x" type="number"'
+                   f"<|sep|>{value}<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+        "hunyuan": "<tool_calls:opensource><tool_call:opensource>f<tool_sep:opensource><arg_key:opensource>x"
+                   f"</arg_key:opensource><arg_value:opensource>{value}</arg_value:opensource></tool_call:opensource>"
+                   "</tool_calls:opensource>",
+        "json-list": f"<tool_calls>[{of_json}]</tool_calls>",
         "minimax": f'<minimax:tool_call><invoke name="f"><parameter name="x">{value}</parameter></invoke>'
                    "</minimax:tool_call>",
         "gemma": f"<|tool_call>call:f{{x:{value}}}<tool_call|>",
@@ -154,21 +195,16 @@ def _written(form: str, value: str) -> str:
 @pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
 @pytest.mark.parametrize("value", [f'"{_HALF}"', _HUGE, "NaN", "-Infinity", "0x" + "f" * 5000, "[" * 500 + "]" * 500])
 def test_arguments_are_json_that_can_be_sent(form: str, value: str) -> None:
-    """Guards: half a surrogate pair in arguments was a 500, and ended a stream; NaN came out as NaN, which no JSON is.
-    """
-
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
+    """Guards: half a surrogate pair in arguments was a 500, and ended a stream; NaN came out as NaN, which no JSON is;
+    Anthropic's clients read no half of a pair, and 200 brackets at most."""
     found = parsed(form, [_written(form, value)])
     found.content.encode()
     for call in found.calls:
         assert call.name == "f"
-        call.arguments.encode()
-        assert json.loads(call.arguments, parse_constant=refuse).keys() == {"x"}
+        assert from_json(call.arguments.encode(), allow_partial=True, allow_inf_nan=False).keys() <= {"x"}
     if value == f'"{_HALF}"':
         (call,) = found.calls
-        assert json.loads(call.arguments)["x"] in ("\ud83d", value)  # XML has no escapes of JSON in strings
+        assert json.loads(call.arguments)["x"] in ("\ufffd", value)  # XML has no escapes of JSON in strings
 
 
 def test_a_name_that_cannot_be_sent_is_no_call() -> None:
@@ -188,53 +224,6 @@ def test_no_text_breaks_a_parser(form: str, text: str) -> None:
     found = parsed(form, list(text))
     if form != "harmony" and not found.calls:
         assert found == Parsed(text)
-
-
-_DEEP = "<｜tool▁call▁begin｜>"
-# of each format, what it searches its text for again and again
-HOSTILE = [
-    ("hermes", "<tool_call>", "{"), ("hermes", "", "<tool_call></tool_call>"), ("hermes", "a", " "),
-    ("hermes", "<tool_call>", '{"name":"a"}'), ("qwen-xml", "<tool_call><function=f>", "<parameter=a>"),
-    ("qwen-xml", "<tool_call><function=f>", "<parameter="), ("qwen-xml", "<tool_call><function=f", " "),
-    ("qwen-xml", "<tool_call>", "<function=f>"), ("qwen-xml", "<tool_call><function=f>x", " "),
-    ("qwen-xml", "<tool_call><function=f>", "<parameter=a>\n1</parameter>"), ("glm-xml", "<tool_call>f", "<arg_key>"),
-    ("glm-xml", "<tool_call>f", "<arg_key>a</arg_key>"), ("glm-xml", "<tool_call>", "f"),
-    ("glm-xml", "<tool_call>f", "<arg_key>a</arg_key><arg_value>"), ("mistral", "", "[TOOL_CALLS]"),
-    ("mistral", "", "[TOOL_CALLS]a[CALL_ID]"), ("mistral", "[TOOL_CALLS]", "a"), ("mistral", "[TOOL_CALLS]a{", "} "),
-    ("deepseek", _CALLS, _DEEP), ("deepseek", _CALLS, f"{_DEEP}f<｜tool▁sep｜>"),
-    ("deepseek", _CALLS + _DEEP, "<｜tool▁sep｜>"),
-    ("deepseek", f"{_CALLS}{_DEEP}function<｜tool▁sep｜>", "\n```json\n"), ("deepseek", "", _CALLS),
-    ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.a:0"),
-    ("kimi", "<|tool_calls_section_begin|>", "<|tool_call_begin|>a:0<|tool_call_argument_begin|>"),
-    ("minimax", "<minimax:tool_call>", '<invoke name="f">'), ("minimax", "", "<minimax:tool_call>"),
-    ("minimax", '<minimax:tool_call><invoke name="f">', "<parameter name="),
-    ("minimax", '<minimax:tool_call><invoke name="f">', '<parameter name="a">1</parameter>'),
-    ("deepseek-dsml", f"<{_D}function_calls>", f"<{_D}invoke name="), ("gemma", "<|tool_call>call:f{", ",a"),
-    ("gemma", "<|tool_call>call:f{", '<|"|>'), ("gemma", "<|tool_call>call:f", "{"), ("gemma", "<|tool_call>", " "),
-    ("gemma", "<|tool_call>call:f{", "a:1,"),
-    ("lfm", "<|tool_call_start|>[", "f(a=1),"), ("lfm", "", "<|tool_call_start|>"), ("pythonic", "[", "f(a=1),"),
-    ("pythonic", "", " "), ("pythonic", "[", "'a'\n"), ("llama-json", "", '{"name":"a"};'), ("llama-json", "", " "),
-    ("llama-json", "{", "{"), ("harmony", "", "<|end|>"), ("harmony", "", "<|start|>assistant"),
-    ("harmony", "", "<|channel|>"), ("harmony", "assistant", " "), ("harmony", "", "<|channel|>final<|message|>"),
-    ("harmony", "<|channel|>a to=functions.f<|message|>", "{"), ("harmony", "", "x<|"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("form", "begin", "unit"), HOSTILE, ids=lambda value: str(value)[:30])
-@pytest.mark.parametrize("step", [4, 10**9], ids=["streamed", "whole"])
-def test_the_work_is_linear_in_what_a_model_writes(form: str, begin: str, unit: str, step: int) -> None:
-    """Arguments without an end, of 26 to 38 KB, took 0.7 s on the event loop."""
-    took_s = []
-    for size in (15_000, 60_000):
-        text = begin + unit * (size // len(unit))
-        pieces = [text[i : i + step] for i in range(0, len(text), step)]
-        begin_s = time.process_time()
-        parser = TOOL_FORMATS[form].parser(FUNCTIONS)
-        for piece in pieces:
-            parser.feed(piece)
-        parser.finish()
-        took_s.append(time.process_time() - begin_s)
-    assert took_s[1] < max(0.25, 9 * took_s[0])
 
 
 def test_a_header_that_does_not_end_is_text() -> None:
@@ -317,16 +306,44 @@ WRITTEN: list[tuple[str, str, str | None]] = [
 def test_the_format_is_what_reads_what_the_template_writes(calls: str, several: str, form: str | None) -> None:
     found = calling(ChatTemplate(template_of(calls, several), {}))
     assert found.format is (None if form is None else TOOL_FORMATS[form])
-    assert (found.refusal is None) == (form is not None)
+    assert (found.unknown is None) == (form is not None)
+    assert found.refusal is None
     assert found.several == (several != _ONE)
     chat = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     response = post("/v1/chat/completions", chat, FakeBackend(step=9), template=template_of(calls, several))
-    if form is None:
-        status, param, message = error(response)
-        assert (status, param) == (400, "tools")
-        assert "is not known by its chat template" in message
-    else:
-        assert response.status_code == 200
+    assert response.status_code == 200
+    assert ("they stay text" in response.headers.get("warning", "")) == (form is None)
+
+
+_PUBLISHED = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "sessions" / "published-calls.jsonl").read_text("utf-8").splitlines()
+]
+
+
+@pytest.mark.parametrize("case", _PUBLISHED, ids=lambda case: case["templates"][0])
+def test_calls_as_published_templates_write_them(case: dict[str, Any]) -> None:
+    """What `ChatTemplate.call_text` makes of the probes with the templates that llama.cpp keeps of published models
+    (`models/templates`, revision of llama-cpp-python 0.3.36): the first format that reads it, in pieces too."""
+    count = 1 if "get_other_value" not in case["text"] else 2
+    found = [name for name, form in TOOL_FORMATS.items() if _round_trips(form, case["text"], count)]
+    assert found[0] == case["format"]
+    functions = dict.fromkeys(_PROBES, _SCHEMA)
+    parser, out = TOOL_FORMATS[case["format"]].parser(functions), Parsed()
+    for letter in case["text"]:
+        out = out.then(parser.feed(letter))
+    assert [call.name for call in out.then(parser.finish()).calls] == [*_PROBES][:count]
+
+
+def test_results_have_the_ids_that_a_form_writes_itself() -> None:
+    """Kimi K2's template numbers calls, whatever their ids are, and shows the ids of results as they are given."""
+    written = (
+        "{{ '<|tool_calls_section_begin|>' if loop.first }}<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}"
+        "<|tool_call_argument_begin|>{{ json }}<|tool_call_end|>{{ '<|tool_calls_section_end|>' if loop.last }}"
+    )
+    template = ChatTemplate(template_of(written), {})
+    assert calling(template).format is TOOL_FORMATS["kimi"]
+    assert template.call_ids == "functions"
 
 
 def test_marks_that_are_special_tokens_are_shown_to_the_parser() -> None:
@@ -378,7 +395,13 @@ def test_a_streamed_chat_with_tools() -> None:
     for index in range(2):
         parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
         calls = [call for part in parts for call in part["delta"].get("tool_calls", [])]
-        assert [(c["index"], c["function"]["name"]) for c in calls] == [(0, "weather"), (1, "time")]
+        begun = [call for call in calls if "id" in call]
+        assert [(call["index"], call["function"]["name"]) for call in begun] == [(0, "weather"), (1, "time")]
+        assert len({call["id"] for call in begun}) == 2
+        first = [call["function"]["arguments"] for call in calls if call["index"] == 0]
+        assert len(first) > 3  # as it comes
+        assert "".join(first) == ROME.arguments
+        assert [call["function"]["arguments"] for call in calls if call["index"] == 1] == ["{}"]
         assert "".join(part["delta"].get("content", "") for part in parts) == "Look:"
         assert [part["finish_reason"] for part in parts if part["finish_reason"]] == ["tool_calls"]
 
