@@ -75,6 +75,7 @@ class GpuWorker:
         self._engine: Any = None
         self._dense: Any = None
         self._batcher: Any = None
+        self._learned: Any = None
         self._plan: dict[str, Any] | None = None
         self._stage, self._stage_begin_s = "created", time.monotonic()
         self._stages_s: dict[str, float] = {}  # seconds of those that are over
@@ -120,6 +121,7 @@ class GpuWorker:
         from .engine.dense.compile import CompiledDense
         from .engine.describe import describe
         from .engine.engine import ExpertEngine, PeerLinks
+        from .engine.learned import LearnedUses
         from .engine.make_cache import ModelExperts
         from .engine.make_device import make_device
         from .engine.model.architecture import left_out
@@ -185,6 +187,10 @@ class GpuWorker:
                 self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
         self._engine.reset_stats()
+        if settings.keep_hot_set:
+            self._learned = LearnedUses(self._engine, manifest, Path(self._view.path) if self._view.layers else None)
+            self._learned.begin()
+            self._engine.notes += self._learned.notes
         plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
         plan["stores"] = self._sources.describe()
         self._begin("serving")
@@ -393,8 +399,14 @@ class GpuWorker:
         """The timeline as Chrome trace events; empty unless `settings.trace`."""
         return self._engine.timeline.events()
 
+    def retire(self) -> None:
+        """Keep what was learned: the runtime ends in order, and this process is killed next."""
+        if self._learned is not None:
+            self._learned.close()
+
     def close(self) -> None:
         """Stop serving and free the pool. Safe to call twice."""
+        self.retire()
         if self._watch is not None:
             self._watch.close()
         if self._batcher is not None:

@@ -347,6 +347,7 @@ class EngineSettings(EngineOptions):
     shards: ShardSettings = ShardSettings()
     store: StoreSettings = StoreSettings()
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
+    keep_hot_set: bool = Field(default=False, description="count uses of experts over restarts, and begin by them")
 
 
 def shared_bytes(settings: EngineSettings) -> int:

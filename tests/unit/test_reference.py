@@ -133,7 +133,7 @@ class Both:
 
     def disturb(self, chance: random.Random, low: float, others: Sequence[Slots], most: int) -> None:
         """One of the things that happen between layers."""
-        what, keys = chance.randrange(14), chance.sample(range(KEYS), chance.randrange(1, 8))
+        what, keys = chance.randrange(15), chance.sample(range(KEYS), chance.randrange(1, 8))
         layer = chance.randrange(LAYERS)
         if what < 4:
             self.guess(chance, low)
@@ -157,6 +157,9 @@ class Both:
             self.both("reset_counts")
         elif what == 12:
             self.both("wait_all")
+        elif what == 13:
+            filled, wanted = self.both("fill", keys)
+            assert filled == wanted
         else:
             self.decode(chance.random() < 0.5)
             self.advance(chance.randrange(200))
