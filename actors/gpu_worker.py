@@ -496,6 +496,8 @@ def make_batcher(
     if kv.batching == "serial":
         return RowBatcher(model, kv, "asked for", watcher, tokenizer)
     tried = [attention, *([otherwise] if otherwise not in (None, attention) else [])]
+    if kv.coded is not None and model.device.type == "cuda":  # which our kernel does not read
+        tried = [name for name in tried if name != "triton"] or ["sdpa"]
     for name in tried:
         try:
             return ContinuousBatcher(model, kv, watcher, name, tokenizer, memory)
@@ -506,4 +508,6 @@ def make_batcher(
                 memory.close()
             why = error.what
         gc.collect()  # the cache of the one that failed, before there is another
+    if kv.coded is not None:
+        raise UnsupportedModelError(f"kv.dtype {kv.dtype} is of the paged KV cache: {why}", "leave kv.dtype out")
     return RowBatcher(model, kv, why, watcher, tokenizer)

@@ -60,7 +60,7 @@ def dense_program(ints: int, floats: int, count: int, segments: Sequence[int], m
     Raises ValueError: a number of a step is out of range; OSError: a thread cannot be started.
     """
 
-def dense_bind(program: Program, layer: int, keys: int, values: int, key_stride: int, value_stride: int, bf16: bool) -> None:
+def dense_bind(program: Program, layer: int, keys: int, values: int, key_stride: int, value_stride: int, kind: int, round: bool) -> None:
     """
     Where a layer's keys and values are. Raises ValueError: there is no such layer.
     """

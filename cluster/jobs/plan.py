@@ -198,6 +198,7 @@ def _exported(config: RunConfig, budget: str) -> OtExport:
 
 @with_options(
     "model", "policy", "budget", "emulate", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
+    "kv.dtype",
     "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(

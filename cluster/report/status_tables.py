@@ -63,8 +63,14 @@ def _lost(result: Mapping[str, Any]) -> str:
     parts = [
         f"{result['ndp_tokens']} pairs on NDP workers" if result["ndp_tokens"] else "",
         f"{result['substitutions']} substitutions", f"{result['dropped']} dropped",
+        f"the KV cache{coded(kv)}" if (kv := (result.get("plan") or {}).get("kv_dtype", "auto")) != "auto" else "",
     ]  # fmt: skip
     return ", ".join(part for part in parts if part)
+
+
+def coded(kv_dtype: str) -> str:
+    """` in FORM` of a KV cache in 8 bits; of another, nothing."""
+    return "" if kv_dtype == "auto" else f" in {kv_dtype}"
 
 
 def summary_table(result: Mapping[str, Any]) -> Facts:

@@ -238,6 +238,18 @@ def test_replicas(kind: str) -> None:
         drive(both, seed, low=0.4)
 
 
+def test_free_slots_are_filled_and_the_most_wanted_leave_last() -> None:
+    lru = options("eviction", "lru")
+    both = Both(whole(4), Lru(), core_order(make_eviction(lru, CONTEXT), KEYS))
+    assert both.both("fill", [9, 3, 9, 17, 0, 5, 2]) == (4, 4)
+    both.both("wait_all")
+    assert both.core.states[[9, 3, 17, 0]].tolist() == [2] * 4
+    both.both("prefetch", [1, 2], set(), "gate")
+    both.both("wait_all")
+    assert both.core.states[[9, 3, 17, 0, 1, 2]].tolist() == [2, 2, 0, 0, 2, 2]
+    assert both.both("fill", [9, 5]) == (0, 0)  # no slot is free
+
+
 def test_no_slot_can_be_had() -> None:
     """What both say where a forward that failed has left its experts pinned."""
     lru = options("eviction", "lru")

@@ -31,6 +31,7 @@ from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
 from ..cuda.runtime import runtime_of
 from ..model.attention import plain_attention_of, use_paged
+from ..model.kv_rows import coded_blocks, mark
 from ..model.model import quiet_logger
 from .batcher import AGAIN, loop_died, open_streams, probed
 from .drafts import Drafter
@@ -103,10 +104,11 @@ class ContinuousBatcher:
         self.max_requests = kv.max_num_seqs
         self._reviving = threading.Lock()
         self._model, self._plain = model, plain_attention_of(model)
+        mark(model, kv.coded)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = StepManager(
-                model=model, generation_config=config, continuous_batching_config=_batching_config(kv)
+                model=model, generation_config=config, continuous_batching_config=_batching_config(model, kv)
             )
         except (ValueError, AttributeError, NotImplementedError) as error:
             self._put_back()
@@ -253,10 +255,10 @@ def _is_unreported(record: logging.LogRecord) -> bool:
     return not isinstance(error, TierMoeError)
 
 
-def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
+def _batching_config(model: Any, kv: KvSettings) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(
         page_size=kv.page_size,
-        num_blocks=kv.num_blocks,
+        num_blocks=coded_blocks(model, kv.num_blocks),
         max_batch_tokens=kv.max_batch_tokens,
         max_requests_per_batch=kv.max_num_seqs,
         use_cuda_graph=False,  # routing is read on the host in every layer
