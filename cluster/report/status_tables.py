@@ -125,7 +125,8 @@ def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableT
 
 
 def merged_residency(gpus: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """Residency on any GPU: an expert is on one, which owns it (or on the lead, whose owner is lost).
+    """Residency on any GPU: an expert is on one, which owns it (or on the lead, whose owner is lost). The lead counts
+    all uses, another GPU those of its own experts.
 
     Args:
         gpus: layers of each, with states and uses by expert; None: it does not answer.
@@ -136,7 +137,7 @@ def merged_residency(gpus: Sequence[list[dict[str, Any]] | None]) -> list[dict[s
     return [
         {
             "states": [max(states) for states in zip(*(layer["states"] for layer in at), strict=True)],
-            "uses": [sum(uses) for uses in zip(*(layer["uses"] for layer in at), strict=True)],
+            "uses": [max(uses) for uses in zip(*(layer["uses"] for layer in at), strict=True)],
         }
         for at in zip(*known, strict=True)
     ]

@@ -96,12 +96,29 @@ class _Coded:
         return tuple(decode(stored, self.width, self.kind, key_states.dtype) for stored in found)
 
 
-class _CodedFull(_Coded, FullAttentionCacheAllocator):
+class _Full(FullAttentionCacheAllocator):
     """Of layers that attend to all tokens."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls if getattr(kwargs["config"], _MARK, None) is None else _CodedFull)
 
-class _CodedSliding(_Coded, SlidingAttentionCacheAllocator):
+
+class _Sliding(SlidingAttentionCacheAllocator):
     """Of layers with a window."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__new__(cls if getattr(kwargs["config"], _MARK, None) is None else _CodedSliding)
+
+
+class _CodedFull(_Coded, _Full):
+    """In 8 bits."""
+
+
+class _CodedSliding(_Coded, _Sliding):
+    """In 8 bits."""
+
+
+paged.ATTN_TYPE_TO_ALLOCATOR |= {paged.FULL_ATTENTION: _Full, paged.SLIDING_ATTENTION: _Sliding}
 
 
 class CodedCache(DynamicCache):
@@ -114,16 +131,3 @@ class CodedCache(DynamicCache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """See transformers."""
         return super().update(rounded(key_states, self._kind), rounded(value_states, self._kind), *args, **kwargs)
-
-
-def _register() -> None:
-    for name, coded in ((paged.FULL_ATTENTION, _CodedFull), (paged.SLIDING_ATTENTION, _CodedSliding)):
-        plain = paged.ATTN_TYPE_TO_ALLOCATOR[name]
-
-        def make(*args: Any, plain: Any = plain, coded: Any = coded, **kwargs: Any) -> Any:
-            return (plain if getattr(kwargs["config"], _MARK, None) is None else coded)(*args, **kwargs)
-
-        paged.ATTN_TYPE_TO_ALLOCATOR[name] = make
-
-
-_register()
