@@ -23,6 +23,7 @@ from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .budget import most_recordings
 from .combinations import check_combination
 from .engine.serving.streams import Outbox, Stream
+from .learned import LearnedUses
 from .policies.drafts import DraftPricing
 from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .settings import Attention, EngineSettings, KvSettings
@@ -75,7 +76,7 @@ class GpuWorker:
         self._engine: Any = None
         self._dense: Any = None
         self._batcher: Any = None
-        self._learned: Any = None
+        self._learned: LearnedUses | None = None
         self._plan: dict[str, Any] | None = None
         self._stage, self._stage_begin_s = "created", time.monotonic()
         self._stages_s: dict[str, float] = {}  # seconds of those that are over
@@ -121,7 +122,6 @@ class GpuWorker:
         from .engine.dense.compile import CompiledDense
         from .engine.describe import describe
         from .engine.engine import ExpertEngine, PeerLinks
-        from .engine.learned import LearnedUses
         from .engine.make_cache import ModelExperts
         from .engine.make_device import make_device
         from .engine.model.architecture import left_out

@@ -206,7 +206,7 @@ class Program:
         """Where a layer's cache is: keys [slots, kv, D] and values [slots, kv, Dv], float32 or bfloat16.
 
         Args:
-            coded: keys and values are rows of 8 bits with a scale (`engine.model.kv_rows`); None: they are numbers.
+            coded: keys and values are rows of 8 bits with a scale (`engine.serving.kv_rows`); None: they are numbers.
             round: what is read of coded rows is rounded to bfloat16.
         """
         for rows in (keys, values):

@@ -321,7 +321,7 @@ INLINED std::int64_t index(float v, std::int64_t n) {
 
 // --- attention -----------------------------------------------------------------------------------------------
 
-// A head's row of 8 bits: `width` numbers, padding to 4 bytes, and their scale. As `engine.model.kv_rows` has them.
+// A head's row of 8 bits: `width` numbers, padding to 4 bytes, and their scale. As `engine.serving.kv_rows` has them.
 typedef std::int8_t Small __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef std::uint8_t Byte __attribute__((vector_size(kLanes), aligned(1), may_alias));
 

@@ -16,7 +16,7 @@ import torch
 from form_cases import FORMS, form, random_parts
 from torch.nn import functional
 
-from tiermoe.actors.engine.model.kv_rows import decode, encode, rounded
+from tiermoe.actors.engine.serving.kv_rows import decode, encode, rounded
 from tiermoe.kernels.dense import BINARY, TYPES, UNARY, Builder, Program, Value
 from tiermoe.kernels.form_ffn import form_linear
 from tiermoe.kernels.packed_ffn import Threads

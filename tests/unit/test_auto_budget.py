@@ -134,9 +134,8 @@ def test_running_states_count(model: str, state: int, paged: bool, tmp_path: Pat
     facts = inputs.facts_of_checkpoint(tmp_path)
     assert (facts.state_bytes, facts.paged) == (state, paged)
     cache = AutoModelForCausalLM.from_config(tiny_config(model))(torch.tensor([[1, 2]]), use_cache=True).past_key_values
-    parts = [getattr(layer, name, None) for layer in cache.layers for name in ("conv_states", "recurrent_states")]
-    there = [one for part in parts for one in (part if isinstance(part, list | tuple) else [part]) if one is not None]
-    assert sum(one.nbytes for one in there) <= state
+    parts = [getattr(layer, name, {}) for layer in cache.layers for name in ("conv_states", "recurrent_states")]
+    assert sum(one.nbytes for part in parts for one in part.values() if one is not None) <= state
     kv = {"max_num_seqs": 16, "checkpoint_mib": 3}
     for device, node in (("cpu", {"memory": 64.0 * GIB}), ("cuda", {"GPU": 1.0})):
         config = load_run_config(None, {"budget": "auto", "device": device, "threads": 1, "kv": kv})

@@ -12,8 +12,8 @@ from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.budget import coded_row_bytes
-from tiermoe.actors.engine.model.kv_rows import CodedCache, decode, encode, mark, rounded
 from tiermoe.actors.engine.serving.batching import ContinuousBatcher
+from tiermoe.actors.engine.serving.kv_rows import CodedCache, decode, encode, mark, rounded
 from tiermoe.actors.gpu_worker import make_batcher
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings

@@ -15,8 +15,8 @@ from gguf.constants import MODEL_TENSOR, TENSOR_NAMES
 from serving import Tiny, greedy, prepared, serving, settings
 from tiny_models import save_tiny_checkpoint
 
-from tiermoe.actors.engine import learned as learned_module
-from tiermoe.actors.engine.learned import MOST, LearnedUses
+from tiermoe.actors import learned as learned_module
+from tiermoe.actors.learned import MOST, LearnedUses
 from tiermoe.actors.store.artifacts import encode_tensors
 from tiermoe.actors.store.format import Manifest, model_fingerprint, read_manifest
 from tiermoe.actors.store.learned import Uses, find_learned, learned_files, read_learned, write_learned

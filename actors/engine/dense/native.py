@@ -29,7 +29,6 @@ from ....errors import ConfigError
 from ....kernels.dense import Program
 from ..executors import CpuExecutor
 from ..layer import MoeLayer
-from ..model.kv_rows import marked
 from ..model.lengths import lengths_of
 from ..model.model import ExpertLayer, layer_of, replaced_layers
 from ..model.state import unchanged
@@ -217,7 +216,8 @@ class NativeDense:
                 groups = {layer: allocator.index for layer, allocator in allocators.items()}
                 self._program = builder.build(MAX_ROWS, len(tables), groups, self._threads)
                 self.joined = Joined(self._program, self._layers, self._lowered.stores)
-            coded, halves = marked(self._model), self._model.dtype == torch.bfloat16
+            coded: Any = getattr(next(iter(tables)), "coded", None)  # `serving.kv_rows`
+            halves = self._model.dtype == torch.bfloat16
             for place, (keys, values) in enumerate(views):
                 self._program.bind(place, keys, values, coded, halves)
         except (AttributeError, KeyError, ValueError) as error:  # as in another version of transformers

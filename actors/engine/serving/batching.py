@@ -31,10 +31,10 @@ from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
 from ..cuda.runtime import runtime_of
 from ..model.attention import plain_attention_of, use_paged
-from ..model.kv_rows import coded_blocks, mark
 from ..model.model import quiet_logger
 from .batcher import AGAIN, loop_died, open_streams, probed
 from .drafts import Drafter
+from .kv_rows import coded_blocks, mark
 from .sampling import PromptScorer
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps

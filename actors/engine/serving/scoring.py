@@ -21,8 +21,8 @@ import torch
 from ....errors import RequestError, RuntimeFailure
 from ...policies.routing import SequenceRows
 from ..model.attention import plain_attention_of
-from ..model.kv_rows import CodedCache, marked
 from ..model.lengths import lengths_of
+from .kv_rows import CodedCache, marked
 
 _numbers = itertools.count()
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import StoreError
-from ..store.format import Manifest
-from ..store.learned import Uses, find_learned, read_learned, write_learned
-from .engine import ExpertEngine
+from ..errors import StoreError
+from .store.format import Manifest
+from .store.learned import Uses, find_learned, read_learned, write_learned
+
+if TYPE_CHECKING:  # torch
+    from .engine.engine import ExpertEngine
 
 SAVE_S, MOST = 300.0, 4096
 _log = logging.getLogger(__name__)

@@ -79,7 +79,7 @@ class _Coded:
     cache_tensor: torch.Tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.kind: Coded = getattr(kwargs["config"], _MARK)
+        self.coded: Coded = getattr(kwargs["config"], _MARK)  # also for the native dense program
         super().__init__(*args, **kwargs)
         self.width: int = self.head_dim  # type: ignore[has-type]
         self.head_dim, self.cache_dtype = coded_row_bytes(self.width), torch.int8
@@ -91,9 +91,9 @@ class _Coded:
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own, on stored rows: written, gathered, then what they stand for."""
-        rows = [encode(states, self.kind) for states in (key_states, value_states)]
+        rows = [encode(states, self.coded) for states in (key_states, value_states)]
         found = super().update(*rows, *args, **kwargs)  # type: ignore[misc]
-        return tuple(decode(stored, self.width, self.kind, key_states.dtype) for stored in found)
+        return tuple(decode(stored, self.width, self.coded, key_states.dtype) for stored in found)
 
 
 class _Full(FullAttentionCacheAllocator):
