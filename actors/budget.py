@@ -320,6 +320,11 @@ class ModelSizes:
     expert: int
 
 
+def coded_row_bytes(width: int) -> int:
+    """Bytes of a head's key or value of `width` numbers in 8 bits: padded to 4 bytes, with a float32 scale."""
+    return -(-width // 4) * 4 + 4
+
+
 def activation_bytes(of: ModelSizes, rows: int, kv_tokens: int, seqs: int, item: int, attention: str) -> int:
     """Bytes of the tensors of the largest forward, beside weights and KV cache: an upper estimate.
 

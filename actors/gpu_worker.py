@@ -23,6 +23,7 @@ from ..proto.peers import MATCHER, PeerLink, StoreLink
 from .budget import most_recordings
 from .combinations import check_combination
 from .engine.serving.streams import Outbox, Stream
+from .learned import LearnedUses
 from .policies.drafts import DraftPricing
 from .requests import GenerationRequest, SamplingParams, TokenEvent
 from .sample import ProcessSample, take_sample
@@ -77,6 +78,7 @@ class GpuWorker:
         self._dense: Any = None
         self._batcher: Any = None
         self._head: Any = None  # of the model, for drafts
+        self._learned: LearnedUses | None = None
         self._plan: dict[str, Any] | None = None
         self._stage, self._stage_begin_s = "created", time.monotonic()
         self._stages_s: dict[str, float] = {}  # seconds of those that are over
@@ -190,6 +192,10 @@ class GpuWorker:
                 self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
         self.reset_stats()
+        if settings.keep_hot_set:
+            self._learned = LearnedUses(self._engine, manifest, Path(self._view.path) if self._view.layers else None)
+            self._learned.begin()
+            self._engine.notes += self._learned.notes
         plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned, self._head)
         plan["stores"] = self._sources.describe()
         self._begin("serving")
@@ -441,8 +447,14 @@ class GpuWorker:
         """The timeline as Chrome trace events; empty unless `settings.trace`."""
         return self._engine.timeline.events()
 
+    def retire(self) -> None:
+        """Keep what was learned: the runtime ends in order, and this process is killed next."""
+        if self._learned is not None:
+            self._learned.close()
+
     def close(self) -> None:
         """Stop serving and free the pool. Safe to call twice."""
+        self.retire()
         if self._watch is not None:
             self._watch.close()
         if self._batcher is not None:
@@ -521,6 +533,8 @@ def make_batcher(
     if kv.batching == "serial":
         return RowBatcher(model, kv, "asked for", watcher, tokenizer)
     tried = [attention, *([otherwise] if otherwise not in (None, attention) else [])]
+    if kv.coded is not None and model.device.type == "cuda":  # which our kernel does not read
+        tried = [name for name in tried if name != "triton"] or ["sdpa"]
     for name in tried:
         try:
             return ContinuousBatcher(model, kv, watcher, name, tokenizer, memory)
@@ -531,4 +545,6 @@ def make_batcher(
                 memory.close()
             why = error.what
         gc.collect()  # the cache of the one that failed, before there is another
+    if kv.coded is not None:
+        raise UnsupportedModelError(f"kv.dtype {kv.dtype} is of the paged KV cache: {why}", "leave kv.dtype out")
     return RowBatcher(model, kv, why, watcher, tokenizer)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from .base_settings import Settings, in_panel, in_unit
-from .budget import Budget
+from .budget import Budget, coded_row_bytes
 from .policies.cost import NdpDevice
 from .policies.sharding import Ownership
 from .policy_settings import PolicySettings
@@ -212,6 +212,10 @@ class KvSettings(Settings):
         description="most tokens in one forward pass; default: 512; on a GPU that does not hold all experts up to "
         "8192, as memory allows",
     )
+    dtype: Literal["auto", "int8", "fp8"] = Field(
+        default="auto", description="numbers of the paged KV cache; auto: those of the computation; int8, fp8: 8 bits "
+        "with a scale for each row and head, rounded as kv-cache.md says",
+    )  # fmt: skip
     prefill_chunk: int | None = Field(
         default=None, ge=1, description="most prompt tokens in a pass that also decodes; default: kv.max_batch_tokens",
         json_schema_extra=in_unit("tokens"),
@@ -257,12 +261,23 @@ class KvSettings(Settings):
                 f"tokens {self.tokens} are {self.num_blocks} pages of {self.page_size}: "
                 f"give {_LEAST_PAGES * self.page_size} to {_MOST_PAGES * self.page_size}"
             )
+        if self.coded is not None and self.batching == "serial":
+            raise ValueError(f"dtype {self.dtype} is of the paged KV cache, which batching: serial has none of")
         if self.max_model_len is not None and self.max_model_len > held:
             raise ValueError(
                 f"max_model_len {self.max_model_len} is more than the {held} tokens that the KV cache holds: "
                 "raise tokens (--kv-tokens), or leave it out"
             )
         return self
+
+    @property
+    def coded(self) -> Literal["int8", "fp8"] | None:
+        """The form of rows in 8 bits; None: they are numbers of the computation."""
+        return None if self.dtype == "auto" else self.dtype
+
+    def row_bytes(self, width: int, item: int) -> int:
+        """Bytes of one token's key or value of one head. width: its numbers. item: bytes of one in the computation."""
+        return width * item if self.coded is None else coded_row_bytes(width)
 
     @property
     def num_blocks(self) -> int:
@@ -348,6 +363,7 @@ class EngineSettings(EngineOptions):
     shards: ShardSettings = ShardSettings()
     store: StoreSettings = StoreSettings()
     trace: bool = Field(default=False, description="record a timeline of compute, copies and waits")
+    keep_hot_set: bool = Field(default=False, description="count uses of experts over restarts, and begin by them")
 
 
 def shared_bytes(settings: EngineSettings) -> int:

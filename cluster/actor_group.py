@@ -148,6 +148,9 @@ class ActorGroup:
 
     def close(self) -> None:
         """End all for good. Idempotent; never raises."""
+        if self.lead.handle is not None and self._settings.keep_hot_set:
+            with contextlib.suppress(Exception):  # it is dead, or Ray is gone
+                self.lead.ask("retire", deadline_s=_RETIRE_S)
         lead, self.lead = self.lead.handle, Lead(None)
         actors, self.actors = self.actors, {}
         if MATCHER in actors:

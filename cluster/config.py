@@ -152,6 +152,10 @@ class RunConfig(EngineOptions):
     link: LinkSettings = DEFAULT_LINK
     ray: RaySettings = RaySettings()
     cluster: ClusterConfig = ClusterConfig()
+    keep_hot_set: bool = Field(
+        default=True, description="of `up` and `serve`: keep how often each expert is used, in a small file beside the "
+        "store, and fill free slots with the most used ones at the next start; other commands start empty",
+    )  # fmt: skip
     request_deadline_s: float = Field(default=3600.0, gt=0, description="time limit of one request")
 
     @model_validator(mode="before")

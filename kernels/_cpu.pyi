@@ -60,9 +60,9 @@ def dense_program(ints: int, floats: int, count: int, segments: Sequence[int], m
     Raises ValueError: a number of a step is out of range; OSError: a thread cannot be started.
     """
 
-def dense_bind(program: Program, layer: int, keys: int, values: int, key_stride: int, value_stride: int, bf16: bool) -> None:
+def dense_bind(program: Program, layer: int, keys: int, values: int, key_stride: int, value_stride: int, kind: int, round: bool) -> None:
     """
-    Where a layer's keys and values are. Raises ValueError: there is no such layer.
+    Where a layer's keys and values are, and of which `CacheKind`. Raises ValueError: there is no such layer or kind.
     """
 
 def dense_begin(program: Program, rows: int, sequences: int, cu_rows: int, groups: Sequence[tuple[int, int, int, int]]) -> None:

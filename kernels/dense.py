@@ -35,9 +35,11 @@ UNARY = (
 )  # fmt: skip
 REDUCE = ("sum", "mean", "maximum", "minimum")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.int32: 3}
+_CACHES = ("float32", "bfloat16", "int8", "fp8")  # `CacheKind`
 _INTS, _LINE = 25, 16  # numbers of a step; float32 of a cache line
 
 Shape = tuple[int, ...]
+Coded = Literal["int8", "fp8"]  # numbers of 8 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,16 +200,24 @@ class Program:
         self._made, self.max_rows, self._alive = made, max_rows, alive
         self._bound: list[torch.Tensor] = []
 
-    def bind(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Where a layer's cache is: keys [slots, kv, D] and values [slots, kv, Dv], float32 or bfloat16."""
+    def bind(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, coded: Coded | None = None, round: bool = False
+    ) -> None:
+        """Where a layer's cache is: keys [slots, kv, D] and values [slots, kv, Dv], float32 or bfloat16.
+
+        Args:
+            coded: keys and values are rows of 8 bits with a scale (`engine.serving.kv_rows`); None: they are numbers.
+            round: what is read of coded rows is rounded to bfloat16.
+        """
         for rows in (keys, values):
-            if rows.dtype not in _WEIGHTS or rows.dtype != keys.dtype or not rows[:1].is_contiguous():
+            fits = rows.dtype == torch.int8 if coded is not None else rows.dtype in _WEIGHTS
+            if not fits or rows.dtype != keys.dtype or not rows[:1].is_contiguous():
                 raise ValueError(f"a cache of {rows.dtype} with strides {rows.stride()}")
         self._bound += [keys, values]
+        kind = _CACHES.index(str(keys.dtype).removeprefix("torch.") if coded is None else coded)
         _cpu.dense_bind(
-            self._made, layer, keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0),
-            keys.dtype == torch.bfloat16,
-        )  # fmt: skip
+            self._made, layer, keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), kind, round
+        )
 
     def begin(
         self, rows: int, cu_rows: torch.Tensor, groups: Sequence[tuple[Any, torch.Tensor, torch.Tensor, int]]

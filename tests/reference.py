@@ -283,12 +283,23 @@ class Reference:
             self._drop(copy)
         self.flush()
         self._lay_out(slots)
-        room, loads = list(slots.slots), list[int]()
-        for key in dict.fromkeys(fill):
-            if room[key // slots.experts]:
-                room[key // slots.experts] -= 1
-                loads.append(key)
+        self._load_behind(fill)
+
+    def _load_behind(self, keys: Sequence[int]) -> list[int]:
+        room, loads = [len(free) for free in self.free], list[int]()
+        absent = [key for key in dict.fromkeys(keys) if self.where.nbytes[key] and self.states[key] == ABSENT]
+        for number, members in self.by_class(absent).items():
+            loads += members[: room[number]]
+        loads.sort(key=absent.index)
         self._start(loads, "migration", urgent=False)
+        return loads
+
+    def fill(self, keys: Sequence[int]) -> int:
+        loads = self._load_behind(keys)
+        for key in reversed(loads):
+            self.order.removed(key)
+            self.order.admitted(key)
+        return len(loads)
 
     def migrate(self, keys: Sequence[int], keep_others: bool) -> None:
         wanted = self.segments(keys)
@@ -334,6 +345,8 @@ class Reference:
         self, layer: int, keys: Sequence[int], counts: Sequence[int], tokens: int, low: Collection[int]
     ) -> list[int]:
         self.layer = layer
+        for key in keys:
+            self.uses[key] += 1
         needed = [s + self.where.keys * (s in low) for s in self.segments(keys)]
         for copy in [c for c in self.flights.values() if c.layer == layer and c.cause == "prefetch"]:
             if copy.segment not in needed:
@@ -438,10 +451,8 @@ class Reference:
         return first, stop
 
     def _ran(self, segments: Sequence[int]) -> None:
-        keys = self.where.keys
         for s in segments:
             self.pins[s] -= 1
-            self.uses[s % keys] += not self.where.split or s == self.segments([s % keys])[0]
         self.order.used(segments)
 
     def close(self) -> None:

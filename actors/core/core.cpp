@@ -478,15 +478,32 @@ void Core::divide(const Layout& layout, const Segments& fill) {
     settle();
     flush();
     lay_out(layout);
-    std::vector<std::int64_t> room = layout_.slots;
+    load_behind(fill);
+}
+
+// Into free slots, behind demand; returns what is loaded.
+Segments Core::load_behind(const Segments& keys) {
+    std::vector<std::int64_t> room;
+    for (std::int64_t c = 0; c < static_cast<std::int64_t>(free_.size()); ++c) room.push_back(free_of(c));
     std::vector<std::uint8_t> seen(static_cast<std::size_t>(layout_.keys()));
     Segments loads;
-    for (Key key : fill) {
-        if (std::exchange(seen[key], std::uint8_t{1})) continue;
-        std::int64_t& left = room[key / layout_.experts];
+    for (Key key : keys) {
+        if (std::exchange(seen[key], std::uint8_t{1}) || !has(key) || state(key) != State::absent) continue;
+        std::int64_t& left = room[static_cast<std::size_t>(class_of(key))];
         if (left) --left, loads.push_back(key);
     }
     submit(reserve(loads, Cause::migration), false);
+    return loads;
+}
+
+std::int64_t Core::fill(const Segments& keys) {
+    expect(keys, 0, layout_.keys());
+    const Segments loads = load_behind(keys);
+    for (auto s = loads.rbegin(); s != loads.rend(); ++s) {  // by the order in which they are admitted, some orders evict
+        order_->removed(*s);
+        order_->admitted(*s);
+    }
+    return static_cast<std::int64_t>(loads.size());
 }
 
 void Core::settle() {
@@ -594,6 +611,7 @@ const Segments& Core::open(std::int64_t layer, const Segments& keys, const Segme
     expect(keys, layer * layout_.experts, (layer + 1) * layout_.experts);
     if (counts.size() != keys.size()) throw Broken("as many counts as experts");
     layer_ = layer;
+    for (Key key : keys) ++uses_[key];
     into_segments(keys, needed_);
     if (!low.empty())
         for (Segment& s : needed_)
@@ -803,12 +821,7 @@ void Core::issue(std::int64_t after) {
 
 void Core::ran(std::int64_t first, std::int64_t stop) {
     ran_.assign(plan_.run.begin() + first, plan_.run.begin() + stop);
-    const std::int64_t keys = layout_.keys();
-    for (Segment s : ran_) {
-        unpin(s);
-        const Key key = s < keys ? s : s - keys;
-        if (!layout_.split || s == (has(key) ? key : key + keys)) ++uses_[key];
-    }
+    for (Segment s : ran_) unpin(s);
     order_->used(ran_);
 }
 

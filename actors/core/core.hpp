@@ -255,6 +255,8 @@ class Core {
     // -- between passes -----------------------------------------------------------------------------------
     // Other slots, of an empty cache. fill: keys of which the parts 0 are loaded at once, most urgent first.
     void divide(const Layout& layout, const Segments& fill);
+    // Load the parts 0 of absent keys into free slots behind demand, most wanted first, which leave last: how many.
+    std::int64_t fill(const Segments& keys);
     void migrate(const Segments& keys, bool keep_others);
     void preload(const Segments& keys);
     void flush();
@@ -360,6 +362,7 @@ class Core {
     // slots and copies
     const std::vector<Copy>& reserve(const Segments& segments, Cause cause);  // until the next
     void submit(const std::vector<Copy>& copies, bool urgent);
+    Segments load_behind(const Segments& keys);
     const Segments& make_room(const Segments& absent, const std::uint8_t* allowed);  // until the next
     void into_segments(const Segments& keys, Segments& found) const;
     void evict(const Segments& segments, std::int64_t layer);  // layer -1: the segment's own

@@ -176,6 +176,7 @@ NB_MODULE(_core, m) {
         .def("source", [](Core& c, std::int64_t number) { return c.sources().at(static_cast<std::size_t>(number)); }, "number"_a)
         .def("reset_counts", &Core::reset_counts)
         .def("divide", &Core::divide, "layout"_a, "fill"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("fill", &Core::fill, "keys"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("migrate", &Core::migrate, "keys"_a, "keep_others"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("preload", &Core::preload, "keys"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("flush", &Core::flush, nb::call_guard<nb::gil_scoped_release>())

@@ -25,6 +25,7 @@ from ..policy_settings import PolicySettings
 from ..settings import EngineSettings, shared_bytes
 from ..store.artifacts import PolicyArtifacts
 from ..store.format import ExpertShape
+from ..store.learned import Uses
 from ..store.replicas import ReplicaTables
 from .cache.device import Device
 from .cache.low_bits import ReplicaPool
@@ -113,6 +114,7 @@ class ExpertEngine:
         METER.clock = time.perf_counter
         mine = [key for key, owner in enumerate(owners(layers, shape.num_experts, settings.shards)) if owner == 0]
         self.experts, self.top_k, self.device = shape.num_experts, model.top_k, device
+        self._mine = mine if policy.preload == "none" and not model.mapped else []  # what may be loaded on demand
         self.slot_bytes = model.slot_bytes
         self.notes: list[str] = []  # facts about the policy's execution, for the user
         if policy.low_bit is not None:
@@ -210,6 +212,21 @@ class ExpertEngine:
             raise ConfigError(f"policy {policy.name} needs an NDP worker", "start one, or choose another policy")
         each = [self.slot_bytes] * self._stats.experts  # equal sizes, as the replicas have
         return NdpPool(links, settings.ndp, activation, self._stats, each, self.activations.supply)
+
+    def begin_with(self, uses: Uses) -> int:
+        """Fill free slots with the experts that earlier runs used most, behind demand; how many. Before requests.
+
+        On a GPU it waits for the copies: between requests nothing would submit them.
+        """
+        if not self._mine or not self._placer.begin_with(uses):
+            return 0
+        mine = frozenset(self._mine)
+        with self.alone:
+            filled = self.cache.core.fill([key for key in uses.hottest() if key in mine])
+            if self.device.executor == "real":
+                self.cache.core.wait_all()
+                self.cache.settle_times()
+        return filled
 
     def follow_maps(self) -> None:
         """Connect to the matcher and publish to it from now on; earlier forwards are no user's."""

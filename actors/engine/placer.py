@@ -11,6 +11,7 @@ from .cache.cache import ExpertCache
 
 if TYPE_CHECKING:
     from ..policies.routing import SequenceRows
+    from ..store.learned import Uses
 
 
 class Placer:
@@ -34,6 +35,12 @@ class Placer:
     def preload(self) -> None:
         """Load experts before the first request. Raises RuntimeFailure: a copy or a shard failed."""
         return None
+
+    def begin_with(self, uses: Uses) -> bool:
+        """Earlier runs used experts so often. Whether free slots may be filled by that: a placement with a hot set of
+        its own fills them itself.
+        """
+        return True
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward carries these rows."""

@@ -134,7 +134,7 @@ class LayerResidency:
     """The residency of one MoE layer, by expert."""
 
     states: tuple[int, ...]  # 0 absent, 1 loading, 2 resident (`policies.residency.State`)
-    uses: tuple[int, ...]  # forwards that ran the expert on this device since the last reset
+    uses: tuple[int, ...]  # forwards that needed the expert since the last reset, wherever it ran
 
 
 @dataclass

@@ -22,14 +22,15 @@ class Device:
         memory_bytes: all of it.
         free_bytes: what is free now.
         link_gbps: measured host-to-device copy speed in 1e9 bytes per second.
-        link: how that was measured.
+        link: how that was measured; None: there is no link, since experts run where the store maps them. Copies of a
+            stand-in for a GPU are then copies within host memory, of this speed.
     """
 
     name: str
     memory_bytes: int
     free_bytes: int
     link_gbps: float
-    link: str
+    link: str | None
 
 
 def host_copy_gbps() -> float:
@@ -41,7 +42,7 @@ def host_copy_gbps() -> float:
 
 
 def devices() -> list[Device]:
-    """CUDA devices with their measured link; without one, the host as their stand-in. Imports torch.
+    """CUDA devices with their measured link; without one, the host. Imports torch.
 
     Raises:
         ConfigError: a GPU is here, and CUDA cannot use it.
@@ -52,7 +53,7 @@ def devices() -> list[Device]:
 
     if not cuda_usable():
         host = memory()
-        return [Device("cpu", host.total, host.free, host_copy_gbps(), "memcpy (emulated)")]
+        return [Device("cpu", host.total, host.free, host_copy_gbps(), None)]
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)

@@ -146,7 +146,9 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
     for device in report["devices"]:
         rows.append(("device", f"{device['name']}, {size(device['free_bytes'])} free"))
-        rows.append(("link", f"{device['link_gbps']:.1f} GB/s, {device['link']}"))
+        speed = f"{device['link_gbps']:.1f} GB/s"
+        here = f"none: experts run where the store maps them; a stand-in (--emulate) copies {speed} at most"
+        rows.append(("link", here if device["link"] is None else f"{speed}, {device['link']}"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())))
     if report["job_agent_port_taken"]:
         needs = "another Ray here needs --dashboard-agent-listen-port=PORT, else `ray job submit` finds no agent"

@@ -102,7 +102,7 @@ def measure_machine(
     device = devices()[0]
     return MachineCosts(
         machine=machine_name(), tiermoe=versions()["tiermoe"], threads=threads,
-        executor="emulated" if "emulated" in device.link else "real",
+        executor="emulated" if device.link is None else "real",
         copy_us=copy[0], copy_gbps=copy[1], wait_us=_lateness(waiting, small.kernel_s / SMALL.top_k) * 1e6,
         dense_layer_us=dense[0], dense_gbps=dense[1], expert_us=expert[0], expert_gbps=expert[1], policies=policies,
     )  # fmt: skip

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 RUNTIME = (
     "model", "policy", "budget", "emulate", "device", "dtype", "threads", "store", "cache_dir", "kv.tokens",
-    "kv.max_model_len", "kv.max_num_seqs", "drafts.kind", "cluster.host_memory", "cluster.shards",
+    "kv.max_model_len", "kv.max_num_seqs", "kv.dtype", "drafts.kind", "cluster.host_memory", "cluster.shards",
     "cluster.ndp_workers",
     "cluster.channel_tls", "ndp.threads", "link.gbps", "link.latency_us", "ndp.hardware", "ndp.pace",
 )  # fmt: skip

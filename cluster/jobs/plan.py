@@ -5,13 +5,18 @@ configuration + sizes of the model + nodes -> topology and times of copies -> ta
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
 
+from ...actors.budget import Budget
 from ...actors.combinations import Refusal, refuse_first
-from ...errors import CheckpointError, ConfigError
+from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Manifest, read_manifest
+from ...actors.store.learned import Uses, find_learned, read_learned
+from ...errors import CheckpointError, ConfigError, StoreError, size
 from ...limits import cores, cores_words, memory, memory_words
 from ..checkpoints.checkpoint import refuse_unsupported
 from ..checkpoints.hub import located
@@ -24,7 +29,7 @@ from ..config import (
     on_this_machine,
 )
 from ..host import shown
-from ..report.output import print_json
+from ..report.output import print_json, stdout
 from ..report.runtime import topology_tables
 from ..report.tables import results, show
 from ..topology.decided import decided
@@ -40,7 +45,10 @@ from ..topology.inputs import (
 )
 from ..topology.spec import ModelFacts, NodeInfo
 from .options import AsJson, Config, with_options
-from .prepare.needs import note
+from .prepare.needs import current_store, note
+
+_BLOCK = re.compile(r"\.(\d+)\.")  # of a module's path, as llama.cpp counts them, too
+_OT_EXPERTS = r"ffn_(up|down|gate|gate_up)_exps"
 
 
 def model_facts(config: RunConfig) -> ModelFacts:
@@ -134,8 +142,63 @@ def plan(
     return planned(chosen, None if nodes is None else Path(nodes)).as_dict()
 
 
+class OtExport(NamedTuple):
+    """Whole layers of experts on a GPU, as llama.cpp's option `-ot`.
+
+    Attributes:
+        option: the option's value: patterns of tensor names with the memory of each, the first that matches counts.
+        blocks: of the model, whose experts go to the GPU, the most used first. of: layers with experts.
+        nbytes: that they take, in the form that the experts have here.
+        forwards: that were counted.
+    """
+
+    option: str
+    blocks: tuple[int, ...]
+    of: int
+    nbytes: int
+    forwards: float
+
+
+def ot_of(manifest: Manifest, uses: Uses, nbytes: int, device: str = "CUDA0") -> OtExport:
+    """The layers whose experts were used most, as many as fit. llama.cpp places a layer's experts as one tensor, so no
+    single expert can be chosen.
+
+    Args:
+        nbytes: for experts on the GPU. device: llama.cpp's name of its memory.
+    """
+    published, experts = manifest.published, manifest.experts.num_experts
+    item = ITEM_BYTES[DTYPE_CODES[manifest.dtype]]
+    chosen, left, heat = list[int](), nbytes, uses.counts.sum(1)
+    for index in sorted(range(len(heat)), key=lambda index: (-heat[index], index)):
+        each = manifest.experts.nbytes(item) if published is None else published.of(index).nbytes()
+        if experts * each <= left:
+            left -= experts * each
+            chosen.append(index)
+    blocks = [int(_BLOCK.findall(layer.module)[0]) for layer in manifest.layers]
+    there = tuple(blocks[index] for index in chosen)
+    named = "|".join(map(str, sorted(there)))
+    here = f"blk\\.({named})\\.{_OT_EXPERTS}={device}," if there else ""
+    return OtExport(f"{here}{_OT_EXPERTS}=CPU", there, len(heat), nbytes - left, uses.forwards)
+
+
+def _exported(config: RunConfig, budget: str) -> OtExport:
+    """Raises StoreError: there is no store, or nothing was counted on this machine. BudgetError: no number of bytes."""
+    config = located(config, "sizes")
+    store = current_store(config)
+    remedy = "serve the model for a while (`tiermoe serve`), which counts what is used"
+    if store is None:
+        raise StoreError(f"'{shown(config.model_dir)}' has no store here", remedy)
+    manifest = read_manifest(store)
+    if (path := find_learned(store, manifest)) is None:
+        raise StoreError(f"no use of the experts of '{shown(config.model_dir)}' was counted on this machine", remedy)
+    facts = facts_of_store(store, config.model_dir)
+    nbytes = Budget.parse(budget).bytes_of(facts.expert_bytes, facts.layers * facts.experts)
+    return ot_of(manifest, read_learned(path, manifest), nbytes)
+
+
 @with_options(
     "model", "policy", "budget", "emulate", "device", "store", "kv.tokens", "kv.max_model_len", "kv.max_num_seqs",
+    "kv.dtype",
     "cluster.host_memory", "cluster.shards", "cluster.ndp_workers", "cluster.replicas",
 )
 def plan_command(
@@ -143,9 +206,28 @@ def plan_command(
     config: Config = None,
     nodes: Annotated[Path | None, typer.Option(help="YAML file of nodes, with the keys of ray.nodes().")] = None,
     live: Annotated[bool, typer.Option("--live", help="Ask the Ray at ray.address for its nodes.")] = False,
+    export_ot: Annotated[
+        str | None,
+        typer.Option(
+            help="Print the value of llama.cpp's option -ot that puts the most used layers' experts on a GPU, within "
+            "this size or share of the experts.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what would run where, with how many bytes, and start nothing."""
+    if export_ot is not None:
+        found = _exported(load_run_config(config, options), export_ot)
+        if as_json:
+            print_json(found._asdict())
+            return
+        print(found.option, file=stdout(), flush=True)
+        words = (
+            f"the experts of {len(found.blocks)} of {found.of} layers, {size(found.nbytes)} in their form here, by "
+            f"{found.forwards:.0f} forwards"
+        )
+        Console(stderr=True).print(words, markup=False, soft_wrap=True)
+        return
     record = planned(load_run_config(config, options), nodes, live).as_dict()
     if as_json:
         print_json(record)

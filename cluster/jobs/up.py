@@ -66,6 +66,7 @@ def serve_until_ended(
         TierMoeError: an input was refused, the runtime did not start, or its lead or what is beside it has failed.
     """
     config, settings = checked_settings(config)
+    settings = settings.model_copy(update={"keep_hot_set": config.keep_hot_set})
     checks(config)
     notices, local = Console(stderr=True), config.ray.address is None
     entries: list[Entry] = []

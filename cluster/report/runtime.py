@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...actors.budget import in_words
-from .status_tables import planned_by
+from .status_tables import coded, planned_by
 from .tables import Facts, Grid, count, facts, grid, seconds, size
 
 _KINDS = {
@@ -43,7 +43,7 @@ def plan_table(plan: Mapping[str, Any]) -> Facts:
         *([("matcher", _matcher(plan["matcher"]))] if plan.get("matcher") else []),
         *([("drafts", _drafts(plan["drafts"]))] if plan.get("drafts") else []),
         ("link", _link(plan)),
-        ("KV cache", f"{plan['kv_tokens']} tokens, {plan['batching']} batching; "
+        ("KV cache", f"{plan['kv_tokens']} tokens{coded(plan.get('kv_dtype', 'auto'))}, {plan['batching']} batching; "
                      f"prompt and text up to {plan['max_prompt_tokens']} tokens"),
     ]  # fmt: skip
     notes = [*plan.get("notes", ()), *plan.get("expert_kernel", {}).get("notes", ())]

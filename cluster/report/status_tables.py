@@ -63,8 +63,14 @@ def _lost(result: Mapping[str, Any]) -> str:
     parts = [
         f"{result['ndp_tokens']} pairs on NDP workers" if result["ndp_tokens"] else "",
         f"{result['substitutions']} substitutions", f"{result['dropped']} dropped",
+        f"the KV cache{coded(kv)}" if (kv := (result.get("plan") or {}).get("kv_dtype", "auto")) != "auto" else "",
     ]  # fmt: skip
     return ", ".join(part for part in parts if part)
+
+
+def coded(kv_dtype: str) -> str:
+    """` in FORM` of a KV cache in 8 bits; of another, nothing."""
+    return "" if kv_dtype == "auto" else f" in {kv_dtype}"
 
 
 def summary_table(result: Mapping[str, Any]) -> Facts:
@@ -120,7 +126,8 @@ def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableT
 
 
 def merged_residency(gpus: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
-    """Residency on any GPU: an expert is on one, which owns it (or on the lead, whose owner is lost).
+    """Residency on any GPU: an expert is on one, which owns it (or on the lead, whose owner is lost). The lead counts
+    all uses, another GPU those of its own experts.
 
     Args:
         gpus: layers of each, with states and uses by expert; None: it does not answer.
@@ -131,7 +138,7 @@ def merged_residency(gpus: Sequence[list[dict[str, Any]] | None]) -> list[dict[s
     return [
         {
             "states": [max(states) for states in zip(*(layer["states"] for layer in at), strict=True)],
-            "uses": [sum(uses) for uses in zip(*(layer["uses"] for layer in at), strict=True)],
+            "uses": [max(uses) for uses in zip(*(layer["uses"] for layer in at), strict=True)],
         }
         for at in zip(*known, strict=True)
     ]

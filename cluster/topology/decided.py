@@ -24,6 +24,7 @@ from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_
 
 _PROMPT_ROWS = (1024, 2048, 4096, 8192)  # of a forward on a GPU, in place of the default
 _PROMPT_SHARE = 1 / 8  # of what experts may have, for activations of a prompt's forward
+_SCANS = 4 * 4  # bytes: a scan over a prompt keeps four numbers in float32 for each of a state, in one layer at a time
 _MESSAGE_ROOM = 4 << 20  # of a message, for its routing
 _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
 
@@ -110,7 +111,12 @@ def _activations(settings: EngineSettings, facts: ModelFacts, gpu: bool, rows: i
     """Bytes of those of a forward of so many rows."""
     kv, attention = settings.kv, "triton" if gpu and settings.asks_for_graphs else settings.attention
     tokens, item = kv.num_blocks * kv.page_size, compute_item_bytes(settings, gpu)
-    return activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, attention)
+    # rows of 8 bits are gathered as they are stored, then read as float32
+    decoded = 0 if kv.coded is None else 9 * (tokens + rows) * facts.kv_elements // facts.depth
+    if facts.scanned:
+        rows = max(rows, kv.request_tokens)
+    scanned = _SCANS * facts.scanned * rows
+    return activation_bytes(_sizes(facts), rows, tokens, kv.max_num_seqs, item, attention) + decoded + scanned
 
 
 def _terms(
@@ -125,7 +131,7 @@ def _terms(
     item, tokens, rows = compute_item_bytes(settings, gpu), kv.num_blocks * kv.page_size, kv.max_batch_tokens
     slot, sizes = facts.slot_bytes(item), slot_sizes(settings, facts, item)
     terms = AutoBudget(
-        dense=facts.dense_bytes(item, gpu), kv=facts.kv_elements * item * tokens,
+        dense=facts.dense_bytes(item, gpu), kv=facts.kv_bytes(item, kv),
         states=facts.state_bytes * kv.max_num_seqs,
         activations=_activations(settings, facts, gpu, rows),
         graphs=graph_bytes(_sizes(facts), facts.layers, kv.max_num_seqs, tokens, item)

@@ -49,6 +49,15 @@ _RUNNING = (
     ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
     ("mamba_expand", "hidden_size", "mamba_d_state"),
 )
+# length of a layer's convolution by its names, and the numbers of a token that it keeps: products to be added
+_CONVOLUTIONS = (
+    ("linear_conv_kernel_dim", ((2, "linear_num_key_heads", "linear_key_head_dim"),
+                                (1, "linear_num_value_heads", "linear_value_head_dim"))),
+    ("conv_kernel", ((1, "mamba_num_heads", "mamba_head_dim"), (2, "n_groups", "ssm_state_size"))),
+    ("mamba_d_conv", ((1, "mamba_expand", "hidden_size"), (2, "mamba_n_groups", "mamba_d_state"))),
+    ("conv_L_cache", ((1, "hidden_size"),)),
+)  # fmt: skip
+_SCANNED = "mamba_dt_rank"  # a configuration has it whose layers scan a whole prompt at once (Mamba's first form)
 _STATE_BYTES = 4  # of a number: transformers keeps states in float32
 _SCALES = re.compile(r"(scale|scales|scale_inv|zero_point)$")  # of quantized weights
 _NUMBERS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
@@ -310,14 +319,22 @@ def _activation_facts(config: Mapping[str, Any], model_dir: Path) -> dict[str, A
 
 def _state_facts(config: Mapping[str, Any], model_dir: Path) -> dict[str, Any]:
     """The fields of `ModelFacts` about running states. All layers count where the configuration does not name them."""
-    sizes = (math.prod(_count(config, name, model_dir) for name in names) for names in _RUNNING)
-    each = next((size for size in sizes if size), 0)
+
+    def product(*names: str) -> int:
+        return math.prod(_count(config, name, model_dir) for name in names)
+
+    running = next((size for names in _RUNNING if (size := product(*names))), 0)
+    kept = (
+        product(kernel) * sum(times * product(*names) for times, *names in parts) for kernel, parts in _CONVOLUTIONS
+    )
+    each = running + next((size for size in kept if size), 0)
     kinds = config.get("layer_types") or config.get("layers_block_type")
     layers = _depth(config, model_dir)
     if isinstance(kinds, list):
-        layers = sum("linear" in str(kind) or "mamba" in str(kind) for kind in kinds)
+        layers = sum(any(name in str(kind) for name in ("linear", "mamba", "conv")) for kind in kinds)
     latent = _count(config, "kv_lora_rank", model_dir) or _count(config, "index_topk", model_dir)
-    return {"state_bytes": _STATE_BYTES * layers * each, "paged": not each and not latent}
+    scanned = running if _count(config, _SCANNED, model_dir) else 0
+    return {"state_bytes": _STATE_BYTES * layers * each, "paged": not each and not latent, "scanned": scanned}
 
 
 def _kv_elements(config: Mapping[str, Any], model_dir: Path) -> int:

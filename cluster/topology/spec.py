@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ...actors.combinations import check_combination
 from ...actors.policies.cost import FULL_BITS, NdpDevice, packed_bytes
 from ...actors.policies.sharding import Ownership
-from ...actors.settings import CopySettings, EngineSettings
+from ...actors.settings import CopySettings, EngineSettings, KvSettings
 from ...actors.slot_budget import SlotSizes, divide
 from ...kernels.pack import PackedShape
 from ..config import RunConfig
@@ -57,6 +57,8 @@ class ModelFacts:
         kv_elements: numbers in the KV cache for each token, all layers together.
         state_bytes: of a request's running states, all layers together; an upper estimate. paged: whether the KV cache
             may be: there are no such states, and keys are no latents and not chosen by an index.
+        scanned: numbers of a layer's running state that a prompt has for each of its tokens while it runs, and such
+            prompts run whole; 0: prompts run in chunks.
         item_bytes: of one number as stored.
         source: where the figures come from, for people.
         published_elements, published_bytes: of those, and of the matrices that hold them, what stays in its published
@@ -98,6 +100,7 @@ class ModelFacts:
     mlp: int = 0
     state_bytes: int = 0
     paged: bool = True
+    scanned: int = 0
 
     @property
     def expert_bytes(self) -> int:
@@ -120,6 +123,13 @@ class ModelFacts:
         if gpu or item != 4:
             return self.dense_elements * item
         return (self.dense_elements - self.published_elements) * item + self.published_bytes
+
+    def kv_bytes(self, item: int, kv: KvSettings) -> int:
+        """Bytes of the KV cache, where the computation is in numbers of `item` bytes."""
+        tokens = kv.num_blocks * kv.page_size
+        if not self.head_size or not self.paged:
+            return self.kv_elements * item * tokens
+        return self.kv_elements // self.head_size * kv.row_bytes(self.head_size, item) * tokens
 
     @property
     def all_bytes(self) -> int:
@@ -252,8 +262,7 @@ def cluster_spec(
         slot_bytes=slot_bytes,
         compute_item_bytes=item,
         dense_bytes=facts.dense_bytes(item, gpu),
-        kv_bytes=facts.kv_elements * item * settings.kv.num_blocks * settings.kv.page_size
-        + facts.state_bytes * settings.kv.max_num_seqs,
+        kv_bytes=facts.kv_bytes(item, settings.kv) + facts.state_bytes * settings.kv.max_num_seqs,
         gpu_memory_bytes=cluster.gpu_memory,
         store_layout=cluster.store.layout,
         store_nodes=cluster.store.nodes,

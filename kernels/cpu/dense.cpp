@@ -26,12 +26,14 @@ typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4)
 typedef std::uint16_t Half __attribute__((vector_size(kLanes * sizeof(std::uint16_t)), aligned(2), may_alias));
 typedef std::uint32_t Word __attribute__((vector_size(kLanes * sizeof(std::uint32_t)), aligned(4), may_alias));
 
-INLINED Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-INLINED Vec load(const std::uint16_t* p) {
-    const Word bits = __builtin_convertvector(*reinterpret_cast<const Half*>(p), Word) << 16;
+INLINED Vec as_floats(const Word& bits) {
     Vec out;
     std::memcpy(&out, &bits, sizeof(out));
     return out;
+}
+INLINED Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+INLINED Vec load(const std::uint16_t* p) {
+    return as_floats(__builtin_convertvector(*reinterpret_cast<const Half*>(p), Word) << 16);
 }
 INLINED void store(float* p, const Vec& v) { *reinterpret_cast<Vec*>(p) = v; }
 
@@ -319,6 +321,85 @@ INLINED std::int64_t index(float v, std::int64_t n) {
 
 // --- attention -----------------------------------------------------------------------------------------------
 
+// A head's row of 8 bits: `width` numbers, padding to 4 bytes, and their scale. As `engine.serving.kv_rows` has them.
+typedef std::int8_t Small __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef std::uint8_t Byte __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+constexpr std::int64_t coded_width(std::int64_t width) { return (width + 3) / 4 * 4 + 4; }
+
+std::uint32_t bits_of(float v) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &v, sizeof(bits));
+    return bits;
+}
+
+// e4m3 of a number of at most 448, to the nearest, ties to even
+std::uint8_t to_e4m3(float v) {
+    std::uint32_t bits = bits_of(v);
+    const std::uint32_t sign = bits & 0x80000000u;
+    bits ^= sign;
+    if (bits < 121u << 23) {  // below the least normal number: an addition rounds it to its 9 steps
+        float found;
+        std::memcpy(&found, &bits, sizeof(found));
+        float step;
+        const std::uint32_t base = 141u << 23;
+        std::memcpy(&step, &base, sizeof(step));
+        bits = bits_of(found + step) - base;
+    } else {
+        bits = (bits - (120u << 23) + 0x7ffffu + (bits >> 20 & 1u)) >> 20;
+    }
+    return static_cast<std::uint8_t>(bits | sign >> 24);
+}
+
+void encode(const float* v, std::int64_t width, bool fp8, std::uint8_t* out) {
+    float most = 0.0f;
+    for (std::int64_t i = 0; i < width; ++i) most = std::max(most, std::fabs(v[i]));
+    const float scale = most / (fp8 ? 448.0f : 127.0f);
+    for (std::int64_t i = 0; i < width; ++i) {
+        const float found = scale > 0.0f ? v[i] / scale : 0.0f;
+        out[i] = fp8 ? to_e4m3(found) : static_cast<std::uint8_t>(static_cast<std::int8_t>(std::nearbyint(found)));
+    }
+    std::memset(out + width, 0, static_cast<std::size_t>(coded_width(width) - 4 - width));
+    std::memcpy(out + coded_width(width) - 4, &scale, sizeof(scale));
+}
+
+INLINED Word rounded_bits(const Vec& v) {  // to bfloat16, of finite numbers
+    Word bits;
+    std::memcpy(&bits, &v, sizeof(bits));
+    return (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
+}
+
+INLINED void decode(const std::uint8_t* row, std::int64_t width, bool fp8, bool round, float* out) {
+    float scale;
+    std::memcpy(&scale, row + coded_width(width) - 4, sizeof(scale));
+    constexpr float kExponent = 0x1p120f;  // from e4m3's bias to float's
+    std::uint8_t tail[kLanes] = {};
+    for (std::int64_t i = 0; i < width; i += kLanes) {
+        const bool whole = i + kLanes <= width;
+        const std::uint8_t* from = row + i;
+        if (!whole) {
+            std::memcpy(tail, from, static_cast<std::size_t>(width - i));
+            from = tail;
+        }
+        Vec found;
+        if (fp8) {
+            const Word bits = __builtin_convertvector(*reinterpret_cast<const Byte*>(from), Word);
+            found = as_floats((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * kExponent * scale;
+        } else {
+            found = __builtin_convertvector(*reinterpret_cast<const Small*>(from), Vec) * scale;
+        }
+        if (round) found = as_floats(rounded_bits(found));
+        if (whole)
+            store(out + i, found);
+        else
+            std::memcpy(out + i, &found, static_cast<std::size_t>(width - i) * sizeof(float));
+    }
+}
+
+TIERMOE_CLONES void decode_row(const std::uint8_t* row, std::int64_t width, bool fp8, bool round, float* out) {
+    decode(row, width, fp8, round, out);
+}
+
 struct Head {  // one key-value head of one sequence
     const float* queries;      // [rows, all heads, width], at this group of heads
     const float *new_keys, *new_values;  // [rows, key-value heads, width], at this head
@@ -326,7 +407,7 @@ struct Head {  // one key-value head of one sequence
     const float* sinks;  // of the group of heads; null: none
     const std::int64_t* read;
     std::int64_t rows, keys, group, width, value_width, query_stride, key_stride, value_stride, out_stride;
-    std::int64_t cache_key_stride, cache_value_stride, window;
+    std::int64_t window;
     float scale, softcap;
 };
 
@@ -363,9 +444,28 @@ INLINED void add_scaled(const T* v, float weight, float* out, std::int64_t n) {
     for (; i < n; ++i) out[i] += weight * widen(v[i]);
 }
 
-// scores: group * keys floats
+// Rows of a cache as numbers that a product reads, by their place; `slot`: which of four that are there at once.
 template <class T>
-INLINED void attend_head(const Head& h, const T* keys, const T* values, float* scores) {
+struct PlainRows {
+    const T* first;
+    std::int64_t stride;
+    const T* at(std::int64_t place, int) const { return first + place * stride; }
+};
+
+struct CodedRows {
+    const std::uint8_t* first;
+    std::int64_t stride, width;
+    bool fp8, round;
+    float* decoded;  // of four rows
+    const float* at(std::int64_t place, int slot) const {
+        decode(first + place * stride, width, fp8, round, decoded + slot * width);
+        return decoded + slot * width;
+    }
+};
+
+// scores: group * keys floats
+template <class Rows>
+INLINED void attend_head(const Head& h, const Rows& keys, const Rows& values, float* scores) {
     const std::int64_t past = h.keys - h.rows;
     for (std::int64_t r = 0; r < h.rows; ++r) {
         const std::int64_t stop = past + r + 1;
@@ -373,18 +473,19 @@ INLINED void attend_head(const Head& h, const T* keys, const T* values, float* s
         const float* q = h.queries + r * h.query_stride;
         std::int64_t j = start;
         for (; j + 4 <= std::min(past, stop); j += 4) {
-            const T* rows[4];
-            for (int n = 0; n < 4; ++n) rows[n] = keys + h.read[j + n] * h.cache_key_stride;
+            decltype(keys.at(0, 0)) rows[4];
+            for (int n = 0; n < 4; ++n) rows[n] = keys.at(h.read[j + n], n);
             for (std::int64_t g = 0; g < h.group; ++g)
                 four_dots(q + g * h.width, rows, h.width, h.scale, scores + g * h.keys + j);
         }
+        for (; j < std::min(past, stop); ++j) {
+            const auto* key = keys.at(h.read[j], 0);
+            for (std::int64_t g = 0; g < h.group; ++g)
+                scores[g * h.keys + j] = dot(q + g * h.width, key, h.width) * h.scale;
+        }
         for (; j < stop; ++j)
-            for (std::int64_t g = 0; g < h.group; ++g) {
-                const float found = j < past
-                    ? dot(q + g * h.width, keys + h.read[j] * h.cache_key_stride, h.width)
-                    : dot(q + g * h.width, h.new_keys + (j - past) * h.key_stride, h.width);
-                scores[g * h.keys + j] = found * h.scale;
-            }
+            for (std::int64_t g = 0; g < h.group; ++g)
+                scores[g * h.keys + j] = dot(q + g * h.width, h.new_keys + (j - past) * h.key_stride, h.width) * h.scale;
         float* out = h.out + r * h.out_stride;
         std::memset(out, 0, static_cast<std::size_t>(h.group * h.value_width) * sizeof(float));
         for (std::int64_t g = 0; g < h.group; ++g) {
@@ -397,28 +498,33 @@ INLINED void attend_head(const Head& h, const T* keys, const T* values, float* s
             if (h.sinks) sum += std::exp(h.sinks[g] - most);
             for (std::int64_t j = start; j < stop; ++j) s[j] /= sum;
         }
-        for (std::int64_t j = start; j < stop; ++j)
-            for (std::int64_t g = 0; g < h.group; ++g) {
-                float* row = out + g * h.value_width;
-                const float weight = scores[g * h.keys + j];
-                if (j < past)
-                    add_scaled(values + h.read[j] * h.cache_value_stride, weight, row, h.value_width);
-                else
-                    add_scaled(h.new_values + (j - past) * h.value_stride, weight, row, h.value_width);
-            }
+        for (j = start; j < std::min(past, stop); ++j) {
+            const auto* value = values.at(h.read[j], 0);
+            for (std::int64_t g = 0; g < h.group; ++g)
+                add_scaled(value, scores[g * h.keys + j], out + g * h.value_width, h.value_width);
+        }
+        for (; j < stop; ++j)
+            for (std::int64_t g = 0; g < h.group; ++g)
+                add_scaled(h.new_values + (j - past) * h.value_stride, scores[g * h.keys + j], out + g * h.value_width,
+                           h.value_width);
     }
 }
 
-TIERMOE_CLONES void attend_f32(const Head& h, const float* keys, const float* values, float* scores) {
+TIERMOE_CLONES void attend_f32(const Head& h, const PlainRows<float>& keys, const PlainRows<float>& values, float* scores) {
     attend_head(h, keys, values, scores);
 }
 
-TIERMOE_CLONES void attend_bf16(const Head& h, const std::uint16_t* keys, const std::uint16_t* values, float* scores) {
+TIERMOE_CLONES void attend_bf16(const Head& h, const PlainRows<std::uint16_t>& keys, const PlainRows<std::uint16_t>& values,
+                                float* scores) {
     attend_head(h, keys, values, scores);
 }
 
-void write_row(void* rows, std::int64_t stride, bool bf16, std::int64_t at, const float* v, std::int64_t n) {
-    if (!bf16) {
+TIERMOE_CLONES void attend_coded(const Head& h, const CodedRows& keys, const CodedRows& values, float* scores) {
+    attend_head(h, keys, values, scores);
+}
+
+void write_row(void* rows, std::int64_t stride, CacheKind kind, std::int64_t at, const float* v, std::int64_t n) {
+    if (kind == CacheKind::f32) {
         std::memcpy(static_cast<float*>(rows) + at * stride, v, static_cast<std::size_t>(n) * sizeof(float));
         return;
     }
@@ -457,7 +563,7 @@ DenseProgram::DenseProgram(std::vector<DenseStep> steps, std::vector<std::int64_
                            std::int64_t layers, std::int64_t groups, int threads)
     : steps_(std::move(steps)), segments_(std::move(segments)), matrices_(std::move(matrices)),
       arena_floats_(arena_floats), max_rows_(max_rows), group_count_(static_cast<std::size_t>(groups)), caches_(static_cast<std::size_t>(layers)),
-      scores_(static_cast<std::size_t>(threads)) {
+      scores_(static_cast<std::size_t>(threads)), decoded_(static_cast<std::size_t>(threads)) {
     if (max_rows_ < 1 || max_rows_ > 1024) bad("the rows are not in 1..1024", max_rows_);
     if (arena_floats_ < 0 || arena_floats_ > 1ll << 32) bad("the arena is out of range", arena_floats_);
     std::int64_t from = 0;
@@ -647,6 +753,8 @@ void DenseProgram::attend(const DenseStep& s) {
     const DenseCache& cache = caches_[static_cast<std::size_t>(s.p[5])];
     if (!cache.keys || !cache.values) bad("a layer has no cache", s.p[5]);
     const std::int64_t heads = s.p[0], kv = s.p[1], width = s.p[2], value = s.p[3], share = heads / kv;
+    const bool fp8 = cache.kind == CacheKind::fp8, coded = fp8 || cache.kind == CacheKind::int8;
+    if (coded) round_rows(s, cache);
     const auto job = [&](std::int64_t number, int thread) {
         const std::int64_t q = number / kv, g = number % kv, first = cu_rows_[q];
         Head h{};
@@ -658,21 +766,30 @@ void DenseProgram::attend(const DenseStep& s) {
         h.query_stride = heads * width, h.key_stride = kv * width, h.value_stride = kv * value;
         h.out_stride = heads * value;
         h.queries = row(s.a, first) + g * share * width;
-        h.new_keys = row(s.b, first) + g * width;
-        h.new_values = row(s.c, first) + g * value;
+        h.new_keys = (coded ? rounded_[0].data() + first * kv * width : row(s.b, first)) + g * width;
+        h.new_values = (coded ? rounded_[1].data() + first * kv * value : row(s.c, first)) + g * value;
         h.out = row(s.out, first) + g * share * value;
         h.sinks = s.p[6] ? reinterpret_cast<const float*>(s.p[6]) + g * share : nullptr;
-        h.cache_key_stride = cache.key_stride, h.cache_value_stride = cache.value_stride;
         h.scale = static_cast<float>(s.f[0]), h.softcap = static_cast<float>(s.f[1]);
         std::vector<float>& scores = scores_[static_cast<std::size_t>(thread)];
         if (scores.size() < static_cast<std::size_t>(share * h.keys))
             scores.resize(static_cast<std::size_t>(share * h.keys * 2));
-        if (cache.bf16)
-            attend_bf16(h, static_cast<const std::uint16_t*>(cache.keys) + g * width,
-                        static_cast<const std::uint16_t*>(cache.values) + g * value, scores.data());
-        else
-            attend_f32(h, static_cast<const float*>(cache.keys) + g * width,
-                       static_cast<const float*>(cache.values) + g * value, scores.data());
+        if (coded) {
+            std::vector<float>& decoded = decoded_[static_cast<std::size_t>(thread)];
+            decoded.resize(static_cast<std::size_t>(4 * width + value));
+            const CodedRows keys{static_cast<const std::uint8_t*>(cache.keys) + g * coded_width(width), cache.key_stride,
+                                 width, fp8, cache.round, decoded.data()};
+            const CodedRows values{static_cast<const std::uint8_t*>(cache.values) + g * coded_width(value),
+                                   cache.value_stride, value, fp8, cache.round, decoded.data() + 4 * width};
+            attend_coded(h, keys, values, scores.data());
+        } else if (cache.kind == CacheKind::bf16) {
+            const auto* keys = static_cast<const std::uint16_t*>(cache.keys);
+            const auto* values = static_cast<const std::uint16_t*>(cache.values);
+            attend_bf16(h, {keys + g * width, cache.key_stride}, {values + g * value, cache.value_stride}, scores.data());
+        } else {
+            const auto *keys = static_cast<const float*>(cache.keys), *values = static_cast<const float*>(cache.values);
+            attend_f32(h, {keys + g * width, cache.key_stride}, {values + g * value, cache.value_stride}, scores.data());
+        }
     };
     const std::int64_t jobs = sequences_ * kv;
     const std::int64_t work = (group.cu_keys[sequences_] - group.cu_keys[0]) * kv * width;
@@ -683,8 +800,33 @@ void DenseProgram::attend(const DenseStep& s) {
         for (std::int64_t number = 0; number < jobs; ++number) job(number, 0);
     }
     for (std::int64_t r = 0; r < rows_; ++r) {  // last: a window's new rows take the place of old ones
-        write_row(cache.keys, cache.key_stride, cache.bf16, group.write[r], row(s.b, r), s.b.width);
-        write_row(cache.values, cache.value_stride, cache.bf16, group.write[r], row(s.c, r), s.c.width);
+        if (coded) {
+            const std::int64_t of_keys = kv * coded_width(width), of_values = kv * coded_width(value);
+            std::memcpy(static_cast<std::uint8_t*>(cache.keys) + group.write[r] * cache.key_stride,
+                        coded_[0].data() + r * of_keys, static_cast<std::size_t>(of_keys));
+            std::memcpy(static_cast<std::uint8_t*>(cache.values) + group.write[r] * cache.value_stride,
+                        coded_[1].data() + r * of_values, static_cast<std::size_t>(of_values));
+            continue;
+        }
+        write_row(cache.keys, cache.key_stride, cache.kind, group.write[r], row(s.b, r), s.b.width);
+        write_row(cache.values, cache.value_stride, cache.kind, group.write[r], row(s.c, r), s.c.width);
+    }
+}
+
+// The new rows as a later step will read them: what a row sees does not depend on how a prompt was divided.
+void DenseProgram::round_rows(const DenseStep& s, const DenseCache& cache) {
+    const bool fp8 = cache.kind == CacheKind::fp8;
+    const DenseOperand* operands[] = {&s.b, &s.c};
+    for (int which = 0; which < 2; ++which) {
+        const std::int64_t kv = s.p[1], width = s.p[2 + which], coded = coded_width(width);
+        coded_[which].resize(static_cast<std::size_t>(rows_ * kv * coded));
+        rounded_[which].resize(static_cast<std::size_t>(rows_ * kv * width));
+        for (std::int64_t r = 0; r < rows_; ++r)
+            for (std::int64_t g = 0; g < kv; ++g) {
+                std::uint8_t* to = coded_[which].data() + (r * kv + g) * coded;
+                encode(row(*operands[which], r) + g * width, width, fp8, to);
+                decode_row(to, width, fp8, cache.round, rounded_[which].data() + (r * kv + g) * width);
+            }
     }
 }
 

@@ -47,11 +47,15 @@ struct DenseGroup {
     std::int64_t window = 0;  // keys that a token sees, itself included; 0: all before it
 };
 
+// Numbers of a cache. Of 8 bits, a head's row is its numbers, padding to 4 bytes, and their float32 scale: bytes.
+enum class CacheKind : int { f32, bf16, int8, fp8 };
+
 struct DenseCache {  // of one layer; rows of `stride` elements
     void* keys = nullptr;
     void* values = nullptr;
     std::int64_t key_stride = 0, value_stride = 0;
-    bool bf16 = false;
+    CacheKind kind = CacheKind::f32;
+    bool round = false;  // numbers of 8 bits are rounded to bfloat16 where they are read
 };
 
 class DenseProgram {
@@ -83,6 +87,7 @@ class DenseProgram {
     void linear(const DenseStep& step);
     std::int64_t product_bytes(const DenseStep& step) const;  // of a product's weights
     void attend(const DenseStep& step);
+    void round_rows(const DenseStep& step, const DenseCache& cache);
 
     const std::vector<DenseStep> steps_;
     const std::vector<std::int64_t> segments_;
@@ -97,7 +102,10 @@ class DenseProgram {
     std::vector<DenseCache> caches_;
     std::vector<DenseGroup> current_;
     std::vector<std::int64_t> io_, bytes_;
-    std::vector<std::vector<float>> scores_;  // one for each thread
+    std::vector<std::vector<float>> scores_, decoded_;  // one for each thread
+    // of a cache of 8 bits, the keys and the values of the new rows: as they are stored, and as these are read
+    std::vector<std::uint8_t> coded_[2];
+    std::vector<float> rounded_[2];
     std::int64_t rows_ = 0, sequences_ = 0;
     const std::int32_t* cu_rows_ = nullptr;
     std::unique_ptr<Threads> threads_;  // null: one thread

@@ -114,10 +114,11 @@ void bind_dense(nb::module_& m) {
           "`MatrixNumbers` has them.\n\n"
           "Raises ValueError: a number of a step is out of range; OSError: a thread cannot be started.");
     m.def("dense_bind", [](DenseProgram& program, std::int64_t layer, std::uintptr_t keys, std::uintptr_t values,
-                           std::int64_t key_stride, std::int64_t value_stride, bool bf16) {
-        program.bind(layer, {at<void>(keys), at<void>(values), key_stride, value_stride, bf16});
-    }, "program"_a, "layer"_a, "keys"_a, "values"_a, "key_stride"_a, "value_stride"_a, "bf16"_a,
-          "Where a layer's keys and values are. Raises ValueError: there is no such layer.");
+                           std::int64_t key_stride, std::int64_t value_stride, int kind, bool round) {
+        if (kind < 0 || kind > static_cast<int>(CacheKind::fp8)) refuse("there is no such kind of cache", kind);
+        program.bind(layer, {at<void>(keys), at<void>(values), key_stride, value_stride, static_cast<CacheKind>(kind), round});
+    }, "program"_a, "layer"_a, "keys"_a, "values"_a, "key_stride"_a, "value_stride"_a, "kind"_a, "round"_a,
+          "Where a layer's keys and values are, and of which `CacheKind`. Raises ValueError: there is no such layer or kind.");
     m.def("dense_begin", &begin, "program"_a, "rows"_a, "sequences"_a, "cu_rows"_a, "groups"_a,
           "The rows of the next step, and of each group of its cache read, write, cu_keys and window.\n\n"
           "Raises ValueError: the tables do not fit each other.");

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from form_cases import FORMS, form, random_parts
 from torch.nn import functional
 
+from tiermoe.actors.engine.serving.kv_rows import decode, encode, rounded
 from tiermoe.kernels.dense import BINARY, TYPES, UNARY, Builder, Program, Value
 from tiermoe.kernels.form_ffn import form_linear
 from tiermoe.kernels.packed_ffn import Threads
@@ -175,16 +177,25 @@ def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, si
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize(("heads", "kv", "width"), [(4, 2, 16), (6, 1, 24), (2, 2, 7)])
+@pytest.mark.parametrize("coded", [None, "int8", "fp8"])
 def test_attention_over_scattered_slots(
-    heads: int, kv: int, width: int, softcap: float, sinks: bool, window: int, dtype: torch.dtype
+    heads: int, kv: int, width: int, softcap: float, sinks: bool, window: int, dtype: torch.dtype, coded: Any
 ) -> None:
-    """Sequences of several lengths and rows; keys in any slots; the new rows are written after the old were read."""
+    """Sequences of several lengths and rows; keys in any slots; the new rows are written after the old were read.
+
+    In 8 bits, all are as `kv_rows` stores and reads them.
+    """
     past, new = (11, 0, 3, 30), (1, 2, 3, 1)
     if window:
         past = tuple(min(p, window - 1) for p in past)  # type: ignore[assignment]
     rows, slots = sum(new), 64
     cache_k, cache_v = random(slots, kv, width, dtype=dtype), random(slots + 1, kv, width, dtype=dtype)[:slots]
     q, k, v = (random(rows, n, width, dtype=dtype) * 0.5 for n in (heads, kv, kv))
+    own_k, own_v, bound = k, v, list[Any]()
+    if coded is not None:
+        bound = [coded, dtype == torch.bfloat16]
+        cache_k, cache_v = encode(cache_k, coded), encode(cache_v, coded)
+        stored_k, stored_v, own_k, own_v = *(encode(x, coded) for x in (k, v)), *(rounded(x, coded) for x in (k, v))
     given = random(heads) if sinks else None
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(3))
     read, expected, used, row = [], [], 0, 0
@@ -192,8 +203,11 @@ def test_attention_over_scattered_slots(
         there = order[used : used + length]
         used += length
         read.append(torch.cat([there, torch.full((own,), -1)]))
-        keys = torch.cat([cache_k[there], k[row : row + own]]).float()
-        values = torch.cat([cache_v[there], v[row : row + own]]).float()
+        past_k, past_v = cache_k[there], cache_v[there]
+        if coded is not None:
+            past_k, past_v = (decode(x, width, coded, dtype) for x in (past_k, past_v))
+        keys = torch.cat([past_k, own_k[row : row + own]]).float()
+        values = torch.cat([past_v, own_v[row : row + own]]).float()
         expected.append(reference(q[row : row + own].float(), keys, values, window, given, softcap))
         row += own
     write = order[:rows] if window else order[used : used + rows]  # a window's new rows replace old ones
@@ -206,15 +220,15 @@ def test_attention_over_scattered_slots(
     builder.step("store", TYPES[torch.float32], None, out, p=[3])
     builder.end_segment()
     program: Program = builder.build(16, 1, {7: 0}, 1)
-    program.bind(0, cache_k, cache_v)
+    program.bind(0, cache_k, cache_v, *bound)
     lengths = torch.tensor([0, *(p + n for p, n in zip(past, new, strict=True))], dtype=torch.int32)
     cu_rows = torch.tensor([0, *new], dtype=torch.int32).cumsum(0).int()
     program.begin(rows, cu_rows, [(torch.cat(read), write, lengths.cumsum(0).int(), window)])
     found = torch.empty(rows, heads, width)
     program.run(0, q, k, v, found)
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
-    assert torch.equal(cache_k[write], k)
-    assert torch.equal(cache_v[write], v)
+    assert torch.equal(cache_k[write], k if coded is None else stored_k)
+    assert torch.equal(cache_v[write], v if coded is None else stored_v)
 
 
 @pytest.mark.parametrize(

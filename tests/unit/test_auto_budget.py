@@ -13,6 +13,7 @@ from fake_gpu import FakeGpu
 from serving import settings
 from tiny_models import tiny_config
 from topology_cases import FACTS
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tiermoe import LLM, limits
@@ -120,9 +121,11 @@ def test_the_control_group_bounds_host_memory(tmp_path: Path, monkeypatch: pytes
     [
         ("qwen3_moe", 0, True),
         ("deepseek_v2", 0, False),  # latents
-        ("qwen3_next", 4 * 1 * 4 * 8 * 8, False),  # one layer of two, four heads of 8 x 8
-        ("nemotron_h", 4 * 1 * 4 * 16 * 8, False),
-        ("jamba", 4 * 4 * 2 * 32 * 8, False),  # its configuration does not name its layers
+        # one layer of two, four heads of 8 x 8, and the last four tokens' inputs of its convolution
+        ("qwen3_next", 4 * 1 * (4 * 8 * 8 + 4 * (2 * 2 * 8 + 4 * 8)), False),
+        ("nemotron_h", 4 * 1 * (4 * 16 * 8 + 4 * (4 * 16 + 2 * 2 * 8)), False),
+        ("jamba", 4 * 4 * (2 * 32 * 8 + 4 * 2 * 32), False),  # its configuration does not name its layers
+        ("lfm2_moe", 4 * 2 * 3 * 32, False),
     ],
 )
 def test_running_states_count(model: str, state: int, paged: bool, tmp_path: Path) -> None:
@@ -130,6 +133,9 @@ def test_running_states_count(model: str, state: int, paged: bool, tmp_path: Pat
     tiny_config(model).save_pretrained(tmp_path)
     facts = inputs.facts_of_checkpoint(tmp_path)
     assert (facts.state_bytes, facts.paged) == (state, paged)
+    cache = AutoModelForCausalLM.from_config(tiny_config(model))(torch.tensor([[1, 2]]), use_cache=True).past_key_values
+    parts = [getattr(layer, name, {}) for layer in cache.layers for name in ("conv_states", "recurrent_states")]
+    assert sum(one.nbytes for part in parts for one in part.values() if one is not None) <= state
     kv = {"max_num_seqs": 16, "checkpoint_mib": 3}
     for device, node in (("cpu", {"memory": 64.0 * GIB}), ("cuda", {"GPU": 1.0})):
         config = load_run_config(None, {"budget": "auto", "device": device, "threads": 1, "kv": kv})

@@ -265,7 +265,7 @@ def test_a_shard_needs_no_transformers() -> None:
     """Which takes half of the seconds that its process needs to start, also when it starts again after a loss."""
     modules = {_module(path): _imports(path, on_load=True) for path in _FILES if _module(path).startswith("actors.")}
     users = {module for module, names in modules.items() if any(_within(name, "transformers") for name in names)}
-    serving = ("batching", "scheduler", "shared_memory", "states", "steps")
+    serving = ("batching", "kv_rows", "scheduler", "shared_memory", "states", "steps")
     assert users == {f"actors.engine.serving.{name}" for name in serving}
 
 

@@ -133,7 +133,7 @@ class Both:
 
     def disturb(self, chance: random.Random, low: float, others: Sequence[Slots], most: int) -> None:
         """One of the things that happen between layers."""
-        what, keys = chance.randrange(14), chance.sample(range(KEYS), chance.randrange(1, 8))
+        what, keys = chance.randrange(15), chance.sample(range(KEYS), chance.randrange(1, 8))
         layer = chance.randrange(LAYERS)
         if what < 4:
             self.guess(chance, low)
@@ -157,6 +157,9 @@ class Both:
             self.both("reset_counts")
         elif what == 12:
             self.both("wait_all")
+        elif what == 13:
+            filled, wanted = self.both("fill", keys)
+            assert filled == wanted
         else:
             self.decode(chance.random() < 0.5)
             self.advance(chance.randrange(200))
@@ -233,6 +236,18 @@ def test_replicas(kind: str) -> None:
         order = core_order(make_eviction(chosen, CONTEXT, low_bit=True), 2 * KEYS)
         both = Both(slots, reference_of(chosen, CONTEXT, low_bit=True), order, TICK * seed, writeback=seed == 1)
         drive(both, seed, low=0.4)
+
+
+def test_free_slots_are_filled_and_the_most_wanted_leave_last() -> None:
+    lru = options("eviction", "lru")
+    both = Both(whole(4), Lru(), core_order(make_eviction(lru, CONTEXT), KEYS))
+    assert both.both("fill", [9, 3, 9, 17, 0, 5, 2]) == (4, 4)
+    both.both("wait_all")
+    assert both.core.states[[9, 3, 17, 0]].tolist() == [2] * 4
+    both.both("prefetch", [1, 2], set(), "gate")
+    both.both("wait_all")
+    assert both.core.states[[9, 3, 17, 0, 1, 2]].tolist() == [2, 2, 0, 0, 2, 2]
+    assert both.both("fill", [9, 5]) == (0, 0)  # no slot is free
 
 
 def test_no_slot_can_be_had() -> None:

@@ -111,7 +111,7 @@ def served(
     kv = KvSettings(page_size=4, num_blocks=num_blocks, max_batch_tokens=32)
     streams = open_streams(model, kv)
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
-    manager = StepManager(model=model, generation_config=config, continuous_batching_config=_batching_config(kv))
+    manager = StepManager(model=model, generation_config=config, continuous_batching_config=_batching_config(model, kv))
     scorer = PromptScorer(model, streams.note_prompt)
     if gpu is None:
         steps = manager.steps = Recording(model, streams, None, scorer, repeats=repeats)

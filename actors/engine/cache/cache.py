@@ -45,7 +45,8 @@ class ExpertCache:
     Attributes:
         core: decides and accounts.
         native_steps: whether the layers have kernels of native code; set by the executor.
-        uses: forwards that ran each expert since the counters were reset; the array object never changes.
+        uses: forwards that needed each expert since the counters were reset, wherever it ran; the array object never
+            changes.
     """
 
     def __init__(

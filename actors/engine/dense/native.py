@@ -216,8 +216,10 @@ class NativeDense:
                 groups = {layer: allocator.index for layer, allocator in allocators.items()}
                 self._program = builder.build(MAX_ROWS, len(tables), groups, self._threads)
                 self.joined = Joined(self._program, self._layers, self._lowered.stores)
+            coded: Any = getattr(next(iter(tables)), "coded", None)  # `serving.kv_rows`
+            halves = self._model.dtype == torch.bfloat16
             for place, (keys, values) in enumerate(views):
-                self._program.bind(place, keys, values)
+                self._program.bind(place, keys, values, coded, halves)
         except (AttributeError, KeyError, ValueError) as error:  # as in another version of transformers
             self._refuse(f"the paged cache is of another kind: {error}")
             return False

@@ -26,6 +26,7 @@ from ...policies.registry import PolicyContext
 from ...policies.registry import make as make_policy
 from ...policies.routing import SequenceRows, take_ended
 from ...policies.worth import WorthOrder
+from ...store.learned import Uses
 from ..host_view import LayerView
 from ..stats import PlannerStats
 from .placement import PeerPlacer
@@ -263,6 +264,11 @@ class AutoPlacer(PeerPlacer):
         self.native.plan_by(planner.native, planner.worths)
         if self._order is not None:
             self._order.bind(self._cache.residency.slots, planner.worths)
+
+    def begin_with(self, uses: Uses) -> bool:
+        if isinstance(self.planner, Auto):
+            self.planner.popularity(np.rint(uses.counts).astype(np.int64), round(uses.forwards))
+        return True
 
     def resized(self) -> None:
         self._began = None  # a move is no part of a forward's time

@@ -35,6 +35,7 @@ from ...policies.routing import SequenceRows
 from ...policy_settings import PolicySettings
 from ...settings import EngineSettings
 from ...store.format import ExpertShape, Published
+from ...store.learned import Uses
 from ...store.replicas import ReplicaTables
 from ..cache.cache import ExpertCache
 from ..cache.slots import MappedPool
@@ -92,6 +93,9 @@ class HotPlacer(PeerPlacer):
         self._pool, self._widest = pool, widest
         self._hot_keys: frozenset[int] = frozenset()  # of all GPUs; `keep`: of this GPU
         self._displaced = False
+
+    def begin_with(self, uses: Uses) -> bool:
+        return False
 
     def displaced(self) -> None:
         self._displaced = True
@@ -222,6 +226,9 @@ class MondePlacer(PeerPlacer):
     ) -> None:
         super().__init__(cache, experts, None)
         self._pool, self._choose, self._bits, self._keeps = pool, choose, bits, keeps
+
+    def begin_with(self, uses: Uses) -> bool:
+        return self._keeps
 
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         if not self._keeps:

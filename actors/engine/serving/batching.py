@@ -35,6 +35,7 @@ from ..model.model import quiet_logger
 from .batcher import AGAIN, loop_died, open_streams, probed
 from .drafts import Drafter
 from .head import HeadDrafts
+from .kv_rows import coded_blocks, mark
 from .sampling import PromptScorer
 from .scheduler import NAME, used_share
 from .steps import StepManager, Steps
@@ -104,10 +105,11 @@ class ContinuousBatcher:
         self.max_requests = kv.max_num_seqs
         self._reviving = threading.Lock()
         self._model, self._plain = model, plain_attention_of(model)
+        mark(model, kv.coded)
         config = GenerationConfig(do_sample=False, eos_token_id=self.streams.eos or -1, max_new_tokens=1)
         try:
             self._manager = StepManager(
-                model=model, generation_config=config, continuous_batching_config=_batching_config(kv)
+                model=model, generation_config=config, continuous_batching_config=_batching_config(model, kv)
             )
         except (ValueError, AttributeError, NotImplementedError) as error:
             self._put_back()
@@ -256,10 +258,10 @@ def _is_unreported(record: logging.LogRecord) -> bool:
     return not isinstance(error, TierMoeError)
 
 
-def _batching_config(kv: KvSettings) -> ContinuousBatchingConfig:
+def _batching_config(model: Any, kv: KvSettings) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(
         page_size=kv.page_size,
-        num_blocks=kv.num_blocks,
+        num_blocks=coded_blocks(model, kv.num_blocks),
         max_batch_tokens=kv.max_batch_tokens,
         max_requests_per_batch=kv.max_num_seqs,
         use_cuda_graph=False,  # routing is read on the host in every layer

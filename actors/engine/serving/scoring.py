@@ -22,6 +22,7 @@ from ....errors import RequestError, RuntimeFailure
 from ...policies.routing import SequenceRows
 from ..model.attention import plain_attention_of
 from ..model.lengths import lengths_of
+from .kv_rows import CodedCache, marked
 
 _numbers = itertools.count()
 
@@ -71,7 +72,7 @@ def score_continuations(
     with _plain_attention(model, attention):
         try:
             prompt = len(prefix)
-            logits, cache = _feed(model, engine, name, prefix, None, chunk, prompt, decode=False)
+            logits, cache = _feed(model, engine, name, prefix, _cache_of(model), chunk, prompt, decode=False)
             found = []
             for tokens in continuations:
                 own = cache if len(continuations) == 1 else copy.deepcopy(cache)  # decoding writes to it
@@ -81,7 +82,7 @@ def score_continuations(
                     number = again - prompt
                     parts += [_feed(model, engine, name, fed[: number - 1], own, decoded_rows, prompt, decode=True)[0]]
                     whole = [*prefix, *fed[:number]]
-                    anew, own = _feed(model, engine, name, whole, None, chunk, again, decode=False)
+                    anew, own = _feed(model, engine, name, whole, _cache_of(model), chunk, again, decode=False)
                     parts, fed = [*parts, anew[-1:]], fed[number:]
                 parts += [_feed(model, engine, name, fed, own, decoded_rows, again or prompt, decode=True)[0]]
                 found.append(torch.cat(parts))
@@ -107,6 +108,12 @@ def score_continuations_with(
     model, chunk = worker.model, worker.settings.kv.max_batch_tokens
     with worker.engine.alone:
         return score_continuations(model, worker.engine, prefix, continuations, plain_attention_of(model), chunk, rows)
+
+
+def _cache_of(model: Any) -> Any:
+    """An empty cache that rounds as the one of requests does; None: that does not, and the model makes its own."""
+    kind = marked(model)
+    return None if kind is None else CodedCache(model, kind)
 
 
 def _feed(

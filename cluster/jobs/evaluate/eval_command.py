@@ -37,9 +37,10 @@ _SHOWN: Mapping[str, tuple[str, Callable[[float], str]]] = {  # a measure's name
 _FROM_STATS = ("ndp_tokens", "hit_rate", "bytes_loaded", "expert_budget_bytes")
 
 
-@with_options()
+@with_options("kv.dtype")
 def eval_command(
     policy: Policy,
+    options: dict[str, Any],
     sizes: EvaluationOptions,
     model: Model = None,
     budget: Budget = None,
@@ -55,7 +56,7 @@ def eval_command(
         raise ConfigError("--items is given with --text, which has no multiple choices", "leave one of them out")
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        record, found = evaluate(model, policy, budget, threads, sizes, progress, text)
+        record, found = evaluate(model, policy, budget, threads, sizes, progress, text, **options)
     show(results(as_json), quality_table(found))
     if as_json:
         print_json(record)
@@ -66,23 +67,28 @@ def evaluate(
     policy: str,
     budget: str | None,
     threads: int,
-    options: EvaluationOptions,
+    sizes: EvaluationOptions,
     progress: Progress | None,
     text: Path | None = None,
+    **options: Any,
 ) -> tuple[dict[str, Any], Quality]:
     """Measure one policy on the held-out text, or on a user's: the flat record and the quality in it.
+
+    Args:
+        sizes: of the evaluation. options: further keys of a run's configuration. Lossless is measured with a KV cache
+            in numbers of the computation.
 
     Raises:
         TierMoeError: an option, the model or its held-out text is refused before anything starts; or a worker failed.
     """
-    config = run_config(model, policy=policy, budget=budget, threads=threads)
+    config = run_config(model, policy=policy, budget=budget, threads=threads, **options)
     settings = engine_settings(on_this_machine(config))
     check_model_dir(config.model_dir)
     check_artifacts(settings.policy, config)
     from .scoring import Evaluation  # torch takes seconds: imported after the options are checked
 
     begin_s = time.perf_counter()
-    evaluation = Evaluation(config.model_dir, options, config, text)
+    evaluation = Evaluation(config.model_dir, sizes, config, text)
     evaluation.reference(progress)
     with closing(start_worker(config)) as worker:
         worker.reset_stats()
@@ -95,10 +101,11 @@ def evaluate(
         "date": now(),
         "model": str(config.model_dir),
         "budget": config.chosen_budget,
+        "kv_dtype": config.kv.dtype,
         **quality.as_dict(),
         **{key: stats[key] for key in _FROM_STATS},
-        **{key: getattr(options, key) for key in ("prefix", "continuation", "seed", "resamples", "rows")},
-        **({"windows_per_document": options.windows or 1, "items_per_document": options.items or 1} if text is None else
+        **{key: getattr(sizes, key) for key in ("prefix", "continuation", "seed", "resamples", "rows")},
+        **({"windows_per_document": sizes.windows or 1, "items_per_document": sizes.items or 1} if text is None else
            {"text": str(text), "texts": evaluation.texts}),
         "threads": threads,
         "wall_s": time.perf_counter() - begin_s,

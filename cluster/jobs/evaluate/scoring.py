@@ -158,7 +158,7 @@ class Evaluation:
             self.documents = len(self.windows)
         base = run_config(str(model_dir), budget="1.0") if config is None else config
         unthrottled = base.link.model_copy(update={"gbps": None, "latency_us": 0.0})
-        exact = {"policy": LOSSLESS, "link": unthrottled}
+        exact = {"policy": LOSSLESS, "link": unthrottled, "kv": base.kv.model_copy(update={"dtype": "auto"})}
         self._config = base.model_copy(update={"model": str(model_dir)} | exact)
         self._reference: Reference | None = None
 
@@ -189,7 +189,8 @@ class Evaluation:
             sums = self._sums(worker, progress)
             if not _ndp_failures(worker, before):
                 policy = worker.settings.policy
-                return Quality(policy.name, policy.lossless, worker.stats().executor, sums, self.options)
+                lossless = policy.lossless and worker.settings.kv.coded is None
+                return Quality(policy.name, lossless, worker.stats().executor, sums, self.options)
             for peer in worker.engine.ndp.members:
                 peer.wait_for_the_first(_RECONNECT_S)
         raise RuntimeFailure(

@@ -85,7 +85,7 @@ def lacking(policy: PolicySettings, config: RunConfig) -> TierMoeError | None:
     """What is missing, as an error with the command that makes it; None: nothing."""
     if not policy.needs:
         return None
-    store, what = _store(config), _what(policy)
+    store, what = current_store(config), _what(policy)
     if store is None:
         missing: TierMoeError = StoreError(f"{what}, and '{shown(config.model_dir)}' has no store yet", "")
     else:
@@ -232,7 +232,7 @@ def _missing(policy: PolicySettings, store: Path) -> dict[str, TierMoeError]:
     return found
 
 
-def _store(config: RunConfig) -> Path | None:
+def current_store(config: RunConfig) -> Path | None:
     """The store of the configured model, if it exists and is current."""
     model = config.model_dir
     if is_store(model):
