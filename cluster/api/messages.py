@@ -16,7 +16,7 @@ from pydantic import (
     StringConstraints,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypeAliasType
 
 from .bodies import exceeded
@@ -126,6 +126,13 @@ class CalledFunction(Sent):
     arguments: str | dict[str, Any]
 
 
+def _read(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return from_json(arguments, allow_partial=True)
+
+
 class Call(Sent):
     """A call that an assistant's message made."""
 
@@ -135,10 +142,10 @@ class Call(Sent):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As templates expect it: the arguments are an object."""
+        """As templates expect it: the arguments are an object. Of those that broke off it is what is whole."""
         given = self.function.arguments
         try:
-            arguments = given if isinstance(given, dict) else json.loads(given or "{}")
+            arguments = given if isinstance(given, dict) else _read(given or "{}")
         except (ValueError, RecursionError) as error:
             raise refused(f"'messages': the arguments of call '{self.id}' are not JSON: {error}", "messages") from error
         function = {"name": self.function.name, "arguments": arguments}

@@ -79,7 +79,11 @@ InputItem = Annotated[
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionOutput, Tag("function_call_output")],
-    Discriminator(_kind),
+    Discriminator(
+        _kind,
+        custom_error_type="input_item",
+        custom_error_message="give items of type message, reasoning, function_call or function_call_output",
+    ),
 ]
 InputItems = TypeAliasType("InputItems", Annotated[list[InputItem], FailFast()])
 
@@ -159,7 +163,8 @@ class ResponsesBody(SamplingBody, ReasoningBody):
         wanted: Json = {
             "messages": given, "max_completion_tokens": self.max_output_tokens, "response_format": form,
             "tools": [tool.openai for tool in self.tools] if self.tools else None,
-            "tool_choice": choice if self.tools else None, "parallel_tool_calls": self.parallel_tool_calls,
+            "tool_choice": choice if self.tools or choice == "required" else None,
+            "parallel_tool_calls": self.parallel_tool_calls,
         }  # fmt: skip
         shared = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *ReasoningBody.model_fields)}
         chat = ChatBody.model_validate(wanted | shared)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _MAX_STOPS = 16
 _MAX_STOP_CHARS = 1024
+_CHATS = frozenset({"messages", "input"})  # parameters that are chats
 _OBJECTS = frozenset({"reasoning", "thinking", "usage"})  # parameters that may be objects
 _FORMS = frozenset({"Reasoning", "Thinking", "UsageOptions"})  # and the names of these
 # of a union's lists those that do not fit end at their first member, not after a finding for each
@@ -109,7 +110,7 @@ def _field_names(body: type[BaseModel]) -> set[str]:
 def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first finding of pydantic, with the parameter's name."""
     finding = next((found for found in findings if found["type"] == UNSUPPORTED), findings[0])
-    chat = "messages" in finding["loc"][:2]
+    chat = not _CHATS.isdisjoint(map(str, finding["loc"][:2]))
     objects = _OBJECTS.intersection(map(str, finding["loc"]))
     if (chat or objects) and finding["type"] != UNSUPPORTED:  # of a value's forms the one with parts says more
         finding = max(findings, key=lambda found: len(found["loc"]))
@@ -130,7 +131,7 @@ def from_findings(findings: Sequence[Mapping[str, Any]]) -> ApiError:
     if finding["type"] == "missing":
         return refused(f"'{'.'.join(places)}' is missing" if places else "the body is missing", field)
     message = str(finding["msg"])
-    place = "the body" if field is None else repr(".".join(places) if field == "messages" else field)
+    place = "the body" if field is None else repr(".".join(places) if field in _CHATS else field)
     return refused(f"{place}: {message[:1].lower()}{message[1:]}", field)
 
 

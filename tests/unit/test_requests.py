@@ -129,6 +129,17 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     (TEXT, {"guided_regex": "a", "ignore_eos": True}, "", "ignore_eos", ""),
     (TEXT, {"structured_outputs": {"regex": "(("}}, "", "structured_outputs.regex", ""),
     (ANSWER, {"text": {"format": {"type": "xml"}}}, "", "response_format", ""),
+    # items
+    *((ANSWER, {"input": [item]}, "", "input", words) for item, words in (
+        ({"type": "item_reference", "id": "x"}, "'input.0': give items of type message, reasoning, function_call"),
+        (5, "'input.0'"),
+        ({"type": "function_call", "call_id": "c"}, "'input.0.function_call.name' is missing"),
+        ({"role": "user", "content": "x", "type": ["message"]}, "give items of type"))),
+    (ANSWER, {"tool_choice": "required"}, "", "tool_choice", "there are no tools"),
+    (ANSWER, {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "g"}},
+     CALLS_TEMPLATE, "tool_choice", "no tool 'g'"),
+    (ANSWER, {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{no"}]}, "", "messages",
+     "not JSON"),
     *((path, {name: value}, "", name, "")
       for path, names in VALUES.items() for name, values in names.items() for value in values),
 ]  # fmt: skip

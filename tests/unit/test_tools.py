@@ -419,7 +419,10 @@ def test_the_answer_and_its_result_come_back() -> None:
     call["function"]["arguments"] = f'{{"city": "{_HALF}"}}'  # type: ignore[index]
     response, backend = tooled({"messages": messages})  # guards: a 500
     assert (response.status_code, "\ufffd" in bytes(backend.requests[0].prompt_ids).decode()) == (200, True)
-    call["function"]["arguments"] = "{"  # type: ignore[index]
+    call["function"]["arguments"] = '{"city": "Rome", "days": [1, "tw'  # type: ignore[index]  # it broke off
+    _, backend = tooled({"messages": messages})
+    assert b'"arguments": {"city": "Rome", "days": [1]}}' in bytes(backend.requests[0].prompt_ids)
+    call["function"]["arguments"] = "{no"  # type: ignore[index]
     assert error(tooled({"messages": messages})[0])[:2] == (400, "messages")
 
 
