@@ -50,7 +50,7 @@ def training_tokens(tokenizer: Tokenizer, count: int) -> Tokens:
 
 
 def new_head(model: Any, seed: int) -> Any:
-    """The head with its first weights: it repeats the state and the embedding, its layer adds little."""
+    """The head with its first weights: unsure, and without a way from a token to itself, which is rarely right."""
     head = head_on_meta(model, ["mtp.layers.0.mlp.gate_proj.weight"])  # dense
     head.layers.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -61,9 +61,7 @@ def new_head(model: Any, seed: int) -> Any:
                 continue
             gain = 0.2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
             weight.copy_(torch.randn(weight.shape, generator=generator) * gain / weight.shape[1] ** 0.5)
-        one = head.layers[0]
-        one.post_norm.weight.copy_(model.model.norm.weight / 3)  # unsure at first
-        one.eh_proj.weight.copy_(torch.eye(model.config.hidden_size).repeat(1, 2) / 2)
+        head.layers[0].post_norm.weight.copy_(model.model.norm.weight / 3)
     return head
 
 
@@ -109,7 +107,12 @@ def command(
         if step % 20 == 0:
             chosen = ", ".join(f"{hit:.3f}" for hit in mean / (1 - 0.95**step))
             print(f"step {step}, {share:.0%}: loss {float(loss):.3f}, the model's own choice {chosen}", flush=True)
-    made = {NAMES.get(n, n.replace("mtp_block", "layers.0")): weight for n, weight in own.items()}
+    export(head, out)
+
+
+def export(head: Any, out: Path) -> None:
+    """Write the head's weights in bfloat16 beside those of the model."""
+    made = {NAMES.get(n, n.replace("mtp_block", "layers.0")): one for n, one in head.layers[0].named_parameters()}
     weights = {f"mtp.{name}": weight.detach().to(torch.bfloat16).contiguous() for name, weight in made.items()}
     save_file(weights, out / FILE, {"format": "pt"})
 

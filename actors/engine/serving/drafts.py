@@ -143,6 +143,7 @@ class Drafter(NoDrafts):
         if self._head is None:
             return
         held = [self._streams.get(row.name) for row in rows]
+        self._head.keep(self._streams.is_open)
         self._head.carries(
             rows,
             [
@@ -172,8 +173,6 @@ class Drafter(NoDrafts):
         self._pricing.took(step, verified)
         for name in [name for name in self._texts if not self._streams.is_open(name)]:
             del self._texts[name]
-        if self._head is not None:
-            self._head.keep(self._streams.is_open)
 
 
 def _last_of(stream: Stream) -> int:

@@ -11,8 +11,9 @@ A hidden state counts once the text has a token behind it: rows of rejected draf
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +30,44 @@ _CLASSES = ((0.9, 4), (0.6, 2), (0.0, 1))  # the head's chance of its first draf
 
 @dataclass
 class _Read:
-    """A request. begin: place in the text of the first of `states` [n, H], which the head has not read."""
+    """A request, as far as the head knows it.
 
-    begin: int
-    states: torch.Tensor
+    begin: place in the text of the first hidden state that the head has not read. pieces: of these states [n, H], by
+    forward. count: of these states.
+    """
+
     cache: MtpCache
+    begin: int = 0
+    pieces: deque[torch.Tensor] = field(default_factory=deque)
+    count: int = 0
+
+    def add(self, place: int, states: torch.Tensor) -> None:
+        """Take states from a place on, instead of those there, which were of rejected drafts."""
+        surplus = self.begin + self.count - place
+        if surplus < 0 or place < self.begin:
+            self.pieces.clear()
+            self.begin, self.count, surplus = place, 0, 0
+        while surplus > 0:
+            last = self.pieces.pop()
+            if len(last) > surplus:
+                self.pieces.append(last[: len(last) - surplus])
+            self.count -= min(surplus, len(last))
+            surplus -= len(last)
+        self.pieces.append(states)
+        self.count += len(states)
+        while self.count - len(self.pieces[0]) >= SPAN:
+            self._drop_first()
+
+    def read(self, count: int) -> torch.Tensor:
+        """The first states [count, H], which are read now."""
+        found = torch.cat(list(self.pieces))
+        self.begin, self.count = self.begin + count, self.count - count
+        self.pieces = deque([found[count:]])
+        return found[:count]
+
+    def _drop_first(self) -> None:
+        length = len(self.pieces.popleft())
+        self.begin, self.count = self.begin + length, self.count - length
 
 
 class HeadDrafts:
@@ -61,15 +95,9 @@ class HeadDrafts:
         states = out[0].flatten(0, 1)  # [T, H]
         for rows, place in carried:
             new = states[max(rows.start, rows.stop - SPAN) : rows.stop].clone()
-            begin = place + rows.stop - rows.start - len(new)
-            held = self._requests.get(rows.name)
-            if held is None:
-                self._requests[rows.name] = _Read(begin, new, self._new_cache())
-            elif held.begin <= begin <= held.begin + len(held.states):  # behind rows that were rejected
-                held.states = torch.cat([held.states[: begin - held.begin], new])[-SPAN:]
-                held.begin = begin + len(new) - len(held.states)
-            else:
-                held.begin, held.states = begin, new
+            if rows.name not in self._requests:
+                self._requests[rows.name] = _Read(self._new_cache())
+            self._requests[rows.name].add(place + rows.stop - rows.start - len(new), new)
 
     def _new_cache(self) -> MtpCache:
         from transformers.cache_utils import MtpCache  # the model's process has it
@@ -81,11 +109,10 @@ class HeadDrafts:
     def propose(self, name: str, text: Sequence[int], most: int) -> tuple[list[int], int]:
         """Up to `most` tokens that may follow a request's text, and how sure the head is, as the length of a match."""
         held, last = self._requests.get(name), len(text) - 1
-        if held is None or not 0 < last - held.begin <= len(held.states):
+        if held is None or not 0 < last - held.begin <= held.count:
             return [], 0
-        read = last - held.begin
-        states = self._run(text[held.begin + 1 :], held.states[None, :read], held.begin + 1, held.cache)
-        held.begin, held.states = last, held.states[read:]
+        place = held.begin + 1
+        states = self._run(text[place:], held.read(last - held.begin)[None], place, held.cache)
         found, chance, first = list[int](), 1.0, 0.0
         while True:
             scores = self._head._project_to_logits(states[:, -1:])[0, -1].float()
