@@ -28,7 +28,7 @@ _PROMPTS, _PROMPT, _TOKENS = 6, 300, 24  # which use nearly every expert
 
 
 def resident(options: Resident, progress: Progress | None) -> Report:
-    """Resident pages of the lead's process, shared ones such as those of mapped files and private ones, as Linux counts.
+    """Resident pages of the lead's process as Linux counts them: private ones, and shared ones such as of mapped files.
 
     Bar: pages of the model and of serving it, over the model's bytes, at most 1.2. The libraries, which a larger model
     does not add to, and the KV cache, whose size is chosen, are rows of their own.
