@@ -260,8 +260,16 @@ class Kernel(Options):
     threads: int = Field(1, ge=1, le=1024, description="Cores.")
 
 
+class Resident(Options):
+    """Host memory of a lead that serves without a GPU, over the model's bytes."""
+
+    measure = "resident.resident"
+    model: Model = None
+    layers: int = Field(4, ge=1, description="Layers of a random model by name (qwen3-30b-a3b, in Q4_0).")
+
+
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale, "streams": Streams,
     "drafts": Drafts, "draft-table": DraftTable, "core": Core, "validation": Validation, "auto": Auto,
-    "channel": Channel, "kernel": Kernel,
+    "channel": Channel, "kernel": Kernel, "resident": Resident,
 }  # fmt: skip

@@ -16,7 +16,8 @@ from ..actors.policies.registry import UNKNOWN_KEY
 from ..errors import ConfigError, reason
 
 _UNPREFIXED = ("cluster", "kv")  # sections whose command-line options do not begin with their name
-_NAMED = {("kv", "tokens"): "--kv-tokens"}  # but for these, whose names say too little alone
+# but for these, whose names say too little alone
+_NAMED = {("kv", name): f"--kv-{name}" for name in ("tokens", "dtype")}
 
 
 _MOST_NODES = 100_000  # of a file, its aliases written out

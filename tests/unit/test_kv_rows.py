@@ -19,6 +19,8 @@ from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import KvSettings
 from tiermoe.cluster.jobs.evaluate.eval_command import evaluate
 from tiermoe.cluster.jobs.evaluate.quality import EvaluationOptions
+from tiermoe.cluster.jobs.options import RUNTIME
+from tiermoe.cluster.yaml_file import option_name
 from tiermoe.errors import UnsupportedModelError
 
 KINDS: Any = ("int8", "fp8")
@@ -141,6 +143,12 @@ def test_another_batcher_has_numbers_again() -> None:
         found = generated(batcher, *PROMPTS)
         batcher.close()
     assert found == expected
+
+
+def test_the_option_is_one_of_its_own() -> None:
+    """Guards an option that took the place of `--dtype`."""
+    assert len({option_name(*key.split(".")) for key in RUNTIME}) == len(RUNTIME)
+    assert option_name("kv", "dtype") == "--kv-dtype"
 
 
 @pytest.mark.slow
