@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
 from pydantic import Field
 
 from tiermoe.actors.policies.sharding import Ownership
-from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats
+from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats, measure
 
 if TYPE_CHECKING:
     from tiermoe.cluster.config import RunConfig
+    from tiermoe.cluster.jobs.bench.metrics import Report
 
 Budget = Annotated[str, Field(description="Device memory for experts, of policies that load them.")]
 Gbps = Annotated[float, Field(ge=0.001, description="Emulated link, 1e9 bytes per second.")]
@@ -117,6 +118,7 @@ class Scale(Served):
     """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
 
     measure = "serving.scale"
+    parted = "batch"
     repeats: Repeats = 4
     policy: str = Field("on-demand", description="Of all GPUs.")
     budget: str = Field("0.125", description="Device memory for experts of one GPU, a share of all.")
@@ -235,3 +237,8 @@ CASES: dict[str, type[Options]] = {
     "drafts": Drafts, "core": Core, "validation": Validation, "auto": Auto, "channel": Channel,
     "kernel": Kernel,
 }  # fmt: skip
+
+
+def measured(name: str, values: dict[str, Any]) -> Report:
+    """A case on this node, by plain values (`clone.CloneCall`)."""
+    return measure(CASES[name](**values))

@@ -27,7 +27,7 @@ from .cases import Serve, command
 from .clone import in_a_ray_job, load
 from .compare import experiment as compare
 from .experiment import Experiment
-from .finish import Check, Config, Json, JsonCommand, Model, file_or_folder, finish, say_overridden
+from .finish import Address, Check, Config, Json, JsonCommand, Model, file_or_folder, finish, say_overridden
 from .metrics import Report
 
 if TYPE_CHECKING:
@@ -37,12 +37,6 @@ PageOut = Annotated[
     Path | None, typer.Option(help="FILE.json: write the object; a folder: write page, data and plots.")
 ]
 _Html = Annotated[Path | None, typer.Option(help="Write the HTML page of `tiermoe report` to this file.")]
-_Address = Annotated[
-    str | None,
-    typer.Option(
-        help="HOST:PORT of a Ray cluster, or auto: run cells on its nodes; default in a Ray job: its cluster."
-    ),
-]
 
 
 class _Group(Group):
@@ -97,7 +91,7 @@ def experiment_command(name: str, define: Callable[..., Experiment], needs_model
     own = {key: (hints[key], parameter.default) for key, parameter in inspect.signature(define).parameters.items()}
     common: dict[str, Any] = {"model": (Model, None), "config": (Config, None)} if needs_model else {}
     common |= {"out": (PageOut, None), "html": (_Html, None), "as_json": (Json, False), "check": (Check, False),
-               "address": (_Address, None)}  # fmt: skip
+               "address": (Address, None)}  # fmt: skip
     return as_command(run, name, define.__doc__, own | common)
 
 
