@@ -25,6 +25,7 @@ from .combinations import check_combination
 from .engine.serving.streams import Outbox, Stream
 from .policies.drafts import DraftPricing
 from .requests import GenerationRequest, SamplingParams, TokenEvent
+from .sample import ProcessSample, take_sample
 from .settings import Attention, EngineSettings, KvSettings
 from .store.artifacts import map_shape
 from .store.dense import dense_folder
@@ -184,7 +185,7 @@ class GpuWorker:
             with self._engine.alone:
                 self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
         self._engine.follow_maps()
-        self._engine.reset_stats()
+        self.reset_stats()
         plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)
         plan["stores"] = self._sources.describe()
         self._begin("serving")
@@ -356,6 +357,21 @@ class GpuWorker:
         # a health report has no null: before anything ran, it has no rate
         return [{"hit_rate": None} | part if "hits" in part else part for part in (own, *others)]
 
+    def sample(self) -> ProcessSample:
+        """Counters of its GPU and its steps, and what went between it and each peer.
+
+        The host's part of `step_s` is what `blocked_io_s`, `ndp_wait_s` and `shard_wait_s` leave of it.
+        """
+        engine = self._engine
+        if self._plan is None or engine is None:
+            return take_sample()
+        streams = self._batcher.streams
+        own = {"steps": streams.steps, "step_s": streams.step_s}
+        peers = {name: peer.traffic() for name, peer in engine.peers.items()} | self._sources.reads()
+        if engine.matcher is not None:
+            peers[MATCHER] = engine.matcher.traffic()
+        return take_sample(engine.stats().counters() | own, peers)
+
     def matcher_stats(self) -> dict[str, Any] | None:
         """Counters of the matcher since its start, and of the connection; None: the policy uses no matcher."""
         matcher = None if self._engine is None else self._engine.matcher
@@ -366,8 +382,9 @@ class GpuWorker:
         return self._started(self._engine).residency()
 
     def reset_stats(self) -> None:
-        """Zero the counters; residency stays."""
+        """Zero the counters, but those of the peers' channels; residency stays."""
         self._engine.reset_stats()
+        self._batcher.streams.reset_steps()
 
     @property
     def engine(self) -> Any:

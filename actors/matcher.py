@@ -31,12 +31,13 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, StoreError
 from ..proto.messages import Context, HealthReport, HealthRequest, Message, PrefetchCommand
 from ..proto.options import ServerOptions
-from ..proto.peers import MATCHER, Directory, PeerLink, ReconnectingChannel
+from ..proto.peers import MATCHER, Directory, PeerLink, ReconnectingChannel, shard_name
 from ..proto.private import own_folder
 from ..proto.server import ChannelServer
 from .policies.fmoe import ExpertMapPrefetch, Forecast, MapOptions
 from .policies.fmoe.maps import ExpertMapStore
 from .policies.sharding import shard_of
+from .sample import ProcessSample, take_sample
 from .settings import MatcherSettings, ShardSettings
 from .store.artifacts import MapShape, load_maps, save_maps
 
@@ -170,6 +171,12 @@ class Matcher:
             "update_s": self._update_s,
             "shards_connected": sum(shard.current is not None for shard in self._shards),
         } | self._counts | asdict(self._shape) | means  # fmt: skip
+
+    def sample(self) -> ProcessSample:
+        """Its counters, and what it posted to each shard."""
+        own = {"search_s": self._search_s, "update_s": self._update_s} | self._counts
+        posts = {shard_name(i): shard.traffic.of_client() for i, shard in enumerate(self._shards, start=1)}
+        return take_sample(own | self._server.traffic.of_server(), posts)
 
     def save(self) -> bool:
         """Save a snapshot if the store has changed since the last one; whether it had.

@@ -27,6 +27,7 @@ from ..proto.options import ServerOptions
 from ..proto.peers import Directory, ndp_name
 from ..proto.server import ChannelServer
 from .policies.cost import FULL_BITS, Work, batch_cost
+from .sample import ProcessSample, take_sample
 from .settings import NdpSettings
 from .store.files import ExpertStore, open_views
 from .store.pages import FileWatch
@@ -69,7 +70,7 @@ class NdpWorker:
         self._open(store, verify)
         self._layers: dict[tuple[int, int, str], Any] = {}  # (layer, bits, activation) -> its kernel operand
         self._threads = _threads(settings, index)
-        self._batches = self._pairs = 0
+        self._batches = self._rows = self._pairs = 0
         self._busy_s = 0.0
         options = replace(options or ServerOptions(), host=directory.host(), token=token, tls=directory.tls)
         self._server = ChannelServer(self.handle, options)
@@ -117,6 +118,11 @@ class NdpWorker:
             "busy_s": self._busy_s,
         }
 
+    def sample(self) -> ProcessSample:
+        """Its counters. `busy_s`: of its kernels; `answering_s` has the modelled device's pace too."""
+        own = {"batches": self._batches, "rows": self._rows, "pairs": self._pairs, "busy_s": self._busy_s}
+        return take_sample(own | self._server.traffic.of_server())
+
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
         self._watch.close()
@@ -142,6 +148,7 @@ class NdpWorker:
         if self._settings.pace:
             _wait_until(start_s + modelled_s)
         self._batches += 1
+        self._rows += len(hidden)
         self._pairs += len(batch.rows)
         self._busy_s += measured_s
         return ExpertResult(partial, measured_s, modelled_s, time.perf_counter() - start_s)

@@ -20,6 +20,7 @@ from ..proto.options import ServerOptions
 from ..proto.peers import Directory, StoreLink, shard_name
 from ..proto.server import ChannelServer
 from .combinations import check_combination
+from .sample import ProcessSample, take_sample
 from .settings import EngineSettings
 from .store.dense import view_here
 from .store.pages import FileWatch
@@ -120,6 +121,14 @@ class ShardWorker:
             "late_commands": engine.late_commands,
             "resting_commands": engine.resting_commands,
         } | dict(engine.sources.peers()) | account(engine.stats()) | self._terms
+
+    def sample(self) -> ProcessSample:
+        """Counters of its GPU and of its channel, and what it read from each store of other nodes."""
+        engine = self.engine
+        own = {"batches": engine.batches, "rows": engine.rows, "pairs": engine.pairs, "busy_s": engine.busy_s}
+        return take_sample(
+            engine.stats().counters() | own | self._server.traffic.of_server(), engine.sources.reads()
+        )
 
     def residency(self) -> list[LayerResidency]:
         """The residency of each layer on this device now; experts of other shards are absent."""

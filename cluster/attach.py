@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -13,8 +13,9 @@ import ray
 from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
 from ..actors.requests import GenerationRequest, TokenEvent
+from ..actors.sample import Counters, ProcessSample
 from ..errors import ConfigError, RuntimeFailure, TierMoeError
-from .deployed_actors import ENDPOINTS, LEAD, family, split_name
+from .deployed_actors import EDGE, ENDPOINTS, LEAD, family, split_name
 from .ray_internals import actor_table
 from .ray_session import NAMESPACE, as_failure, join, leave, refuse_second, without_ray_notices
 
@@ -26,6 +27,7 @@ _CALL_DEADLINE_S = 30.0
 _CANCEL_DEADLINE_S = 2.0
 _ANSWER_DEADLINE_S = 10.0
 _END_DEADLINE_S = 20.0
+_SAMPLE_S = 2.0
 _POLL_S = 0.1
 _ENDED = ("DEAD",)
 
@@ -182,6 +184,116 @@ def lead_record(deployment: str) -> ActorRecord | None:
     return next((r for r in actor_records() if r.deployment == deployment and r.role == LEAD), None)
 
 
+@dataclass(frozen=True)
+class Sample:
+    """One process of a deployment and what it has counted: `actors.sample.ProcessSample`, beside what Ray knows.
+
+    Attributes:
+        deployment: id of its replica group.
+        worker: its role, such as "ndp/0"; in a further replica group with that group's number, as in "ndp/0.1".
+        kind: the role without a number: lead, shard, ndp, store, matcher, endpoints or edge.
+        host, node: address and id of its node; None before it is placed.
+        restarts: times that Ray has started it again, each with counters at 0.
+        problem: why it did not answer, in which case it has no counters; None: it did.
+    """
+
+    deployment: str
+    worker: str
+    kind: str
+    host: str | None
+    node: str | None
+    restarts: int
+    pid: int | None = None
+    at_s: float = 0.0
+    rss_bytes: int = 0
+    cpu_s: float = 0.0
+    counters: Counters = field(default_factory=dict)
+    peers: dict[str, Counters] = field(default_factory=dict)
+    problem: str | None = None
+
+    def since(self, before: Sample) -> SampleRates | None:
+        """What it counted a second since an earlier sample; None: one has no answer, or it was started again."""
+        took_s = self.at_s - before.at_s
+        if self.problem is not None or before.problem is not None or self.pid != before.pid or took_s <= 0:
+            return None
+        return SampleRates(
+            took_s, (self.cpu_s - before.cpu_s) / took_s, _rates(self.counters, before.counters, took_s),
+            {name: _rates(now, before.peers.get(name, {}), took_s) for name, now in self.peers.items()},
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SampleRates:
+    """What a process counted a second, over `over_s` seconds; of counters in seconds the share of the time.
+
+    Attributes:
+        cpu: processor seconds a second.
+        counters, peers: by the names of `Sample`.
+    """
+
+    over_s: float
+    cpu: float
+    counters: Counters
+    peers: dict[str, Counters]
+
+
+def _rates(now: Counters, before: Counters, took_s: float) -> Counters:
+    """A second; counters that somebody has set to 0 in between count from there."""
+    return {
+        name: (value - earlier if value >= (earlier := before.get(name, 0)) else value) / took_s
+        for name, value in now.items()
+    }
+
+
+def samples(deployment: str, deadline_s: float = _SAMPLE_S) -> list[Sample]:
+    """What each process of a deployment has counted, asked side by side in the Ray of this process.
+
+    What does not answer within `deadline_s` is named, not waited for.
+    """
+    found = _living(record for record in actor_records() if family(record.deployment) == deployment)
+    asked = {record: _ask_sample(record) for record in found if record.state == "ALIVE"}
+    calls = [call for call in asked.values() if call is not None]
+    if calls:
+        ray.wait(calls, num_returns=len(calls), timeout=deadline_s)
+    return [_sample(record, asked.get(record)) for record in found]
+
+
+def _living(records: Iterable[ActorRecord]) -> list[ActorRecord]:
+    """Of each name the actor that lives, or else the last one that died; without servers that have ended."""
+    found: dict[tuple[str, str], ActorRecord] = {}
+    for record in records:
+        name = (record.deployment, record.role)
+        ended = record.state in _ENDED
+        if not (ended and (name in found or record.role.startswith(EDGE))):
+            found[name] = record
+    return list(found.values())
+
+
+def _ask_sample(record: ActorRecord) -> Any:
+    """The call of an actor's `sample`; None: it is gone by now, or has none."""
+    try:
+        method = ray.get_actor(f"{record.deployment}/{record.role}", namespace=NAMESPACE).sample
+    except (ValueError, AttributeError, ray.exceptions.RayError):
+        return None
+    return (method.options(concurrency_group=CONTROL) if record.role == LEAD else method).remote()
+
+
+def _sample(record: ActorRecord, call: Any) -> Sample:
+    """An actor's answer, without waiting for it."""
+    suffix, kind = record.deployment.removeprefix(family(record.deployment)), record.role.partition("/")[0]
+    made = Sample(record.deployment, record.role + suffix, kind, record.host, record.node, record.restarts)
+    if call is None:
+        return replace(made, problem=f"it is {record.state.lower()}")
+    try:
+        answer: ProcessSample = ray.get(call, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return replace(made, problem="it does not answer")
+    except ray.exceptions.RayError as error:
+        return replace(made, problem=as_failure(error, "it did not answer").what)
+    counted = {part.name: getattr(answer, part.name) for part in fields(answer)}
+    return replace(made, **counted | {"peers": {name + suffix: peer for name, peer in answer.peers.items()}})
+
+
 class Attachment:
     """This process as one more driver of a running Ray; leaving it does not change any actor.
 
@@ -248,6 +360,10 @@ class Attachment:
     def ask(self, deployment: str, method: str) -> Any:
         """What a method of the deployment's lead returns. Raises as `Lead.ask`."""
         return lead_of(deployment).ask(method, deadline_s=_ANSWER_DEADLINE_S)
+
+    def samples(self, deployment: str, deadline_s: float = _SAMPLE_S) -> list[Sample]:
+        """As `samples`."""
+        return samples(deployment, deadline_s)
 
     def ask_actor(self, deployment: str, role: str, method: str) -> Any:
         """What a method of another actor than the lead returns.

@@ -24,7 +24,7 @@ from ..proto.peers import MATCHER
 from .ray_internals import free_resources
 from .topology.spec import PlannedActor, Topology
 
-LEAD, ENDPOINTS = "lead", "endpoints"
+LEAD, ENDPOINTS, EDGE = "lead", "endpoints", "edge"
 RESTART_ALWAYS = -1
 _NAME = re.compile(r"(?P<id>[0-9a-f]{6}(?:\.[0-9]+)?)/(?P<role>[a-z]+(?:/[0-9]+)?)")
 _ACTOR = "ray::"  # titles of actors' processes begin with it

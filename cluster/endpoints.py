@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..actors.sample import ProcessSample, take_sample
 from ..errors import RuntimeFailure, StoreError
 from ..proto.peers import LocalDirectory
 from ..proto.tls import TlsFiles
@@ -34,6 +35,10 @@ class EndpointDirectory(LocalDirectory):
         if name in self._refusals:
             raise self._refusals[name]
         return super().lookup(name)
+
+    def sample(self) -> ProcessSample:
+        """Of its process; it counts nothing."""
+        return take_sample()
 
     def entries(self) -> dict[str, str]:
         """All addresses by name."""

@@ -151,7 +151,7 @@ class Channel:
         options: ChannelOptions,
     ) -> None:
         self._control, self._transport = control, transport
-        self._max_bytes, self._options = max_bytes, options
+        self._max_bytes, self._options, self._traffic = max_bytes, options, options.traffic
         self._numbers = itertools.count(1)
         self._pendings: dict[int, Pending] = {}
         self._sending = threading.Lock()
@@ -209,6 +209,7 @@ class Channel:
             try:
                 if not self._send(pieces, size, deadline):
                     raise _not_sent()
+                self._traffic.sent(size)
             except BaseException:
                 self._pendings.pop(number, None)
                 raise
@@ -233,7 +234,10 @@ class Channel:
         if size > self._transport.whole or not self._sending.acquire(blocking=False):
             return False
         try:
-            return self._send(pieces, size, 0.0)
+            sent = self._send(pieces, size, 0.0)
+            if sent:
+                self._traffic.sent(size)
+            return sent
         finally:
             self._sending.release()
 
@@ -288,9 +292,25 @@ class Channel:
     # receiving
 
     def _result(self, pending: Pending) -> Message | None:
+        if pending.reply is None:
+            began_s = time.monotonic()
+            try:
+                self._await(pending, began_s)
+            finally:
+                self._traffic.waited_s += time.monotonic() - began_s
+        reply = pending.reply
+        assert reply is not None  # else `_await` raised
+        message = decode(reply.kind, reply.body, reply.layout, reply.payload, self._options.limits)
+        if isinstance(message, Failure):
+            if message.kind == DeadlinePassed.__name__:
+                raise DeadlinePassed(message.what, message.remedy)
+            raise RemoteFailure(message.what, message.remedy, message.kind)
+        return None if isinstance(message, Acknowledged) else message
+
+    def _await(self, pending: Pending, now_s: float) -> None:
+        """Return once there is an answer. Raises DeadlinePassed, PeerLost."""
         while pending.reply is None:
-            now = time.monotonic()
-            left_s = pending.deadline - now
+            left_s = pending.deadline - now_s
             if self._lost is not None or left_s <= 0:
                 self._poll(pending)  # an answer before the end counts
                 if pending.reply is not None:
@@ -303,13 +323,7 @@ class Channel:
                     "give the call more time, or see what keeps the worker busy",
                 )
             self._wait(pending, left_s)
-        reply = pending.reply
-        message = decode(reply.kind, reply.body, reply.layout, reply.payload, self._options.limits)
-        if isinstance(message, Failure):
-            if message.kind == DeadlinePassed.__name__:
-                raise DeadlinePassed(message.what, message.remedy)
-            raise RemoteFailure(message.what, message.remedy, message.kind)
-        return None if isinstance(message, Acknowledged) else message
+            now_s = time.monotonic()
 
     def _wait(self, pending: Pending, timeout_s: float) -> None:
         """Read the ring, or sleep while another thread reads it."""
@@ -372,6 +386,7 @@ class Channel:
         except MessageError as error:
             self._lose(f"the peer sends what is no frame: {error.what}")
             return
+        self._traffic.received(len(data))
         pending = self._pendings.pop(frame.request, None)
         if pending is None or frame.role != REPLY:  # of a request that was given up
             return

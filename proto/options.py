@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ..errors import ConfigError, MessageError, MessageTooLarge
@@ -65,6 +65,42 @@ def default_spin_s() -> float:
     return 200e-6 if cores_with_peers() > 1 else 0.0
 
 
+@dataclass(slots=True)
+class Traffic:
+    """What went over the channels to one peer, or over all of a server, since there is one.
+
+    Attributes:
+        waited_s: seconds that callers waited for answers. answering_s: seconds from a frame to its answer, of a server.
+    """
+
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    waited_s: float = 0.0
+    answering_s: float = 0.0
+
+    def sent(self, size: int) -> None:
+        self.messages_sent += 1
+        self.bytes_sent += size
+
+    def received(self, size: int) -> None:
+        self.messages_received += 1
+        self.bytes_received += size
+
+    def add(self, other: Traffic) -> None:
+        for part in fields(self):
+            setattr(self, part.name, getattr(self, part.name) + getattr(other, part.name))
+
+    def of_client(self) -> dict[str, float]:
+        """By name, as in `actors.sample.ProcessSample.peers`."""
+        return {name: value for name, value in asdict(self).items() if name != "answering_s"}
+
+    def of_server(self) -> dict[str, float]:
+        """By name, as in `actors.sample.ProcessSample.counters`."""
+        return {name: value for name, value in asdict(self).items() if name != "waited_s"}
+
+
 @dataclass(frozen=True)
 class ChannelOptions:
     """Options of a client.
@@ -80,6 +116,7 @@ class ChannelOptions:
         open_deadline_s: for opening.
         queued_bytes: gRPC only: requests that wait to be sent; more make `submit` wait.
         supply: shared memory only: where answers are put, such as memory registered with a GPU; None: anywhere.
+        traffic: counts what goes over all channels of these options.
 
     Raises:
         ConfigError: a value is out of range.
@@ -95,6 +132,7 @@ class ChannelOptions:
     open_deadline_s: float = 5.0
     queued_bytes: int = 32 * MIB
     supply: Supply | None = None
+    traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
         if self.transport not in ("auto", "shm", "grpc"):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from ..errors import RuntimeFailure, StoreError, TierMoeError
 from .messages import HealthReport, HealthRequest, Message
-from .options import ChannelOptions, Supply, TransportChoice
+from .options import ChannelOptions, Supply, Traffic, TransportChoice
 from .tls import TlsFiles
 
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ class PeerLink:
         """Its address; None if not registered."""
         return self.directory.lookup(self.name)
 
-    def connect(self, address: str, transport: TransportChoice, supply: Supply | None = None) -> Channel:
-        """Open a channel; `supply` as in `options.Supply`.
+    def connect(
+        self, address: str, transport: TransportChoice, supply: Supply | None = None, traffic: Traffic | None = None
+    ) -> Channel:
+        """Open a channel; `supply` as in `options.Supply`. traffic: counts what goes over it; None: nobody asks.
 
         Raises:
             RuntimeFailure: it cannot be reached, or refuses.
@@ -92,7 +94,12 @@ class PeerLink:
         from .channel import open_channel  # protobuf: not for programs that only start processes
 
         tls = self.directory.tls
-        return open_channel(address, ChannelOptions(transport=transport, token=self.token, tls=tls, supply=supply))
+        return open_channel(
+            address,
+            ChannelOptions(
+                transport=transport, token=self.token, tls=tls, supply=supply, traffic=traffic or Traffic()
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -239,6 +246,9 @@ class ReconnectingChannel(Reconnecting["Channel"]):
         role, expected: role and details that the peer's health report must state.
         supply: where answers are put, see `options.Supply`.
         on_connect, on_loss: as in `Reconnecting`.
+
+    Attributes:
+        traffic: over all of its connections.
     """
 
     def __init__(
@@ -253,7 +263,7 @@ class ReconnectingChannel(Reconnecting["Channel"]):
     ) -> None:
         super().__init__(role, self._open, on_connect=on_connect, on_loss=on_loss)
         self._role, self._link, self._transport, self._supply = role, link, transport, supply
-        self._expected = dict(expected or {})
+        self._expected, self.traffic = dict(expected or {}), Traffic()
 
     def post(self, message: Message) -> bool:
         """Send without an answer; False: the peer is not connected, or the channel is full."""
@@ -270,7 +280,7 @@ class ReconnectingChannel(Reconnecting["Channel"]):
         address = self._link.address()
         if address is None:
             return None
-        channel = self._link.connect(address, self._transport, self._supply)
+        channel = self._link.connect(address, self._transport, self._supply, self.traffic)
         try:
             difference = self._difference(channel.call(HealthRequest(), _HEALTH_S))
             if difference is not None:

@@ -15,8 +15,8 @@ Handler = Callable[[Message], Message | None]
 _log = logging.getLogger(__name__)
 
 
-def answer(data: Received, handler: Handler, limits: Limits) -> Pieces | None:
-    """The answer to a frame, ready to be written, if it has one."""
+def answer(data: Received, handler: Handler, limits: Limits) -> tuple[Pieces, int] | None:
+    """The answer to a frame, ready to be written, and its bytes; None: it has none."""
     try:
         frame = unpack(data)
         if frame.role not in (REQUEST, POST):
@@ -47,9 +47,9 @@ def _result(frame: Frame, handler: Handler, limits: Limits) -> Message:
         )
 
 
-def _packed(frame: Frame, reply: Message, limits: Limits) -> Pieces:
-    def packed(message: Message) -> Pieces:
-        return pack(encode(message), frame.request, 0, REPLY, limits.max_message_bytes)[0]
+def _packed(frame: Frame, reply: Message, limits: Limits) -> tuple[Pieces, int]:
+    def packed(message: Message) -> tuple[Pieces, int]:
+        return pack(encode(message), frame.request, 0, REPLY, limits.max_message_bytes)
 
     try:
         return packed(reply)

@@ -15,16 +15,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MessageError, RuntimeFailure
 from . import grpc_transport as wire
 from . import shm
 from .channel import close_all as close_channels
-from .codec import from_bytes, to_bytes
+from .codec import Pieces, from_bytes, to_bytes
 from .messages import Hello, Ping, Pong, Welcome
-from .options import ServerOptions
+from .options import Received, ServerOptions, Traffic
 from .requests import Handler, answer
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ _open_servers: weakref.WeakSet[ChannelServer] = weakref.WeakSet()
 
 @dataclass(eq=False)
 class _Connection:
+    """Of one client. traffic: counted by the one thread that serves it."""
+
     client: int
+    traffic: Traffic = field(default_factory=Traffic)
     rings: shm.SharedRings | None = None
     thread: threading.Thread | None = None
 
@@ -61,6 +64,7 @@ class ChannelServer:
         self._handler = handler
         self._lock = threading.Lock()
         self._connections: dict[int, _Connection] = {}
+        self._ended = Traffic()  # of connections that are over
         self._closed = False
         self._server, port = self._listen()
         self._address = f"{_in_brackets(options.host)}:{port}"
@@ -81,6 +85,15 @@ class ChannelServer:
     def connections(self) -> int:
         with self._lock:
             return len(self._connections)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of all connections since the start."""
+        found = Traffic()
+        with self._lock:
+            for one in (self._ended, *(connection.traffic for connection in self._connections.values())):
+                found.add(one)
+        return found
 
     def close(self) -> None:
         """End all connections; clients see `PeerLost`. Idempotent."""
@@ -154,7 +167,7 @@ class ChannelServer:
         try:
             if connection.rings is not None:
                 connection.thread = threading.Thread(
-                    target=self._serve_rings, args=(connection.rings,), name="channel-requests", daemon=True
+                    target=self._serve_rings, args=(connection, connection.rings), name="channel-requests", daemon=True
                 )
                 connection.thread.start()
             most = self._options.limits.max_message_bytes
@@ -163,7 +176,8 @@ class ChannelServer:
                 yield to_bytes(Pong(from_bytes(Ping, data).sequence, time.monotonic_ns()))
         finally:
             with self._lock:
-                self._connections.pop(hello.client, None)
+                if self._connections.pop(hello.client, None) is not None:
+                    self._ended.add(connection.traffic)
             if connection.rings is not None:
                 connection.rings.close()
                 connection.rings = found = None  # gRPC keeps this frame until a garbage collection
@@ -188,19 +202,31 @@ class ChannelServer:
 
         client = wire.value_of(wire.CLIENT_KEY, context.invocation_metadata())
         with self._lock:
-            known = {f"{number:016x}" for number in self._connections}
-        if client not in known:
+            known = {f"{number:016x}": found for number, found in self._connections.items()}
+        connection = known.get(client)
+        if connection is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "an exchange needs a control stream")
         for data in incoming:
-            if (pieces := answer(data, self._handler, self._options.limits)) is not None:
+            if (pieces := self._answer(data, connection.traffic)) is not None:
                 yield b"".join(pieces)
 
-    def _serve_rings(self, rings: shm.SharedRings) -> None:
+    def _answer(self, data: Received, traffic: Traffic) -> Pieces | None:
+        """The answer to a frame, if it has one; both are counted."""
+        began_s = time.perf_counter()
+        traffic.received(len(data))
+        found = answer(data, self._handler, self._options.limits)
+        traffic.answering_s += time.perf_counter() - began_s
+        if found is None:
+            return None
+        traffic.sent(found[1])
+        return found[0]
+
+    def _serve_rings(self, connection: _Connection, rings: shm.SharedRings) -> None:
         limits = self._options.limits
         try:
             while True:
                 data = rings.requests.read(_POLL_S, limits.max_message_bytes, self._options.supply)
-                if data is None or (pieces := answer(data, self._handler, limits)) is None:
+                if data is None or (pieces := self._answer(data, connection.traffic)) is None:
                     continue
                 while not rings.replies.write(pieces, _POLL_S):
                     pass  # until the client takes its answers; its end closes the ring

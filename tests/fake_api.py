@@ -23,6 +23,7 @@ from tiermoe.cluster.api.routes import make_app
 from tiermoe.cluster.api.runs import Runs
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.cluster.api.templates import ChatTemplate
+from tiermoe.cluster.attach import Sample
 from tiermoe.cluster.checkpoints.generation import NO_DEFAULTS, GenerationDefaults
 from tiermoe.errors import RuntimeFailure
 
@@ -84,6 +85,7 @@ class FakeBackend:
         self.asked = 0
         self.health: dict[str, Any] | None = None
         self.shard_stats: list[dict[str, Any]] = []
+        self.samples: list[Sample] = []
         self.open = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent]:
@@ -121,6 +123,7 @@ class FakeBackend:
         return {
             "health": {"state": "serving", "running": self.open},
             "shard_stats": self.shard_stats,
+            "samples": self.samples,
             "load": {"running": self.open, "waiting": 0, "kv_usage": 0.25, "slots_used": 3, "pins": 0},
             "stats": EngineStats(layers=[LayerStats(hits=5, misses=2, bytes_loaded_prefetch=64)]),
         }[method]

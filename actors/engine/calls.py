@@ -72,6 +72,7 @@ class RemoteExperts:
         connections: number of connections so far; a peer on a new connection has lost its state.
         resident: a shard's latest residency (`shards.ShardResidency`); None: no answer on this connection yet.
         asked: keys that the shard was asked to prefetch since its last batch.
+        rows_sent, rows_received: hidden states that went there, and sums of such rows that came back, in all.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class RemoteExperts:
         self.connections = 0
         self.resident: NDArray[np.uint8] | None = None
         self.asked: set[int] = set()
+        self.rows_sent = self.rows_received = 0
         self._settings, self._activation, self._stats = settings, activation, stats
         self._peer = ReconnectingChannel(
             kind, link, settings.transport, expected, supply, on_connect=self._connected,
@@ -152,6 +154,7 @@ class RemoteExperts:
             self._failed(channel, failure)
         else:
             self.asked = set()  # the answer says what is resident
+            self.rows_sent += len(states)
         return call
 
     def answer_of(self, channel: Channel, pending: Pending) -> ExpertResult | None:
@@ -162,6 +165,7 @@ class RemoteExperts:
             self._failed(channel, failure)
             return None
         assert isinstance(answer, ExpertResult)
+        self.rows_received += len(answer.partial)
         if answer.resident is not None and channel is self._peer.connection:
             self.resident = answer.resident
         return answer
@@ -213,6 +217,11 @@ class RemoteExperts:
             except RuntimeFailure as failure:
                 self._peer.problem = self._peer.reason = failure.what
         return {"state": "late" if self.available else "lost"}
+
+    def traffic(self) -> dict[str, float]:
+        """What went over all connections so far, as in `actors.sample.ProcessSample.peers`."""
+        rows = {"rows_sent": self.rows_sent, "rows_received": self.rows_received}
+        return self._peer.traffic.of_client() | rows
 
     def close(self) -> None:
         """Close the connection. Safe to call twice."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..policies.drafts import DraftStats
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 PeerKind = Literal["ndp", "shard"]
 _NEEDED = ("hits", "misses", "ndp_experts", "shard_experts")
+_COUNTED = (
+    "migrations", "ndp_losses", "ndp_refusals", "shard_losses", "shard_refusals", "substitutions", "dropped",
+    "decode_hits", "decode_misses", "decode_ndp_experts", "decode_shard_experts", "decode_blocked_io_s",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -99,6 +104,9 @@ class LayerStats:
     @property
     def bytes_loaded(self) -> int:
         return self.bytes_loaded_demand + self.bytes_loaded_prefetch + self.bytes_loaded_migration
+
+
+_OF_LAYER = attrgetter(*(field.name for field in fields(LayerStats)))
 
 
 @dataclass
@@ -230,11 +238,11 @@ class EngineStats:
 
     def total(self) -> LayerStats:
         """The sum over layers."""
-        out = LayerStats()
-        for layer in self.layers:
-            for name, value in asdict(layer).items():
-                setattr(out, name, getattr(out, name) + value)
-        return out
+        return LayerStats(*map(sum, zip(*map(_OF_LAYER, self.layers), strict=True)))
+
+    def counters(self) -> dict[str, float]:
+        """Totals that only rise between resets, as in `actors.sample.ProcessSample.counters`."""
+        return asdict(self.total()) | {name: getattr(self, name) for name in _COUNTED}
 
     def reset(self) -> None:
         """Zero what counts requests; sizes, losses and trials stay."""
@@ -334,12 +342,15 @@ def needed_shares(counters: Mapping[str, float]) -> dict[str, float] | None:
     Args:
         counters: of `LayerStats` by name; those that are missing are 0.
     """
+    ways = needed(counters)
+    return {way: count / total for way, count in ways.items()} if (total := sum(ways.values())) else None
+
+
+def needed(counters: Mapping[str, float]) -> dict[str, float]:
+    """The counts whose shares `needed_shares` gives; each only rises."""
     hits, misses, near, other = (counters.get(name) or 0 for name in _NEEDED)
-    if not (needed := hits + misses + near + other):
-        return None
     waited = min(misses, counters.get("late_prefetches") or 0)
-    ways = {"hit": hits, "waited": waited, "loaded": misses - waited, "near_data": near, "other_gpu": other}
-    return {way: count / needed for way, count in ways.items()}
+    return {"hit": hits, "waited": waited, "loaded": misses - waited, "near_data": near, "other_gpu": other}
 
 
 def hit_rate(counters: Mapping[str, float]) -> float | None:

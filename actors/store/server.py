@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from ...errors import ConfigError, StoreError
 from ...proto.messages import FileReply, FileRequest, HealthReport, HealthRequest, Message, StoreReply, StoreRequest
-from ...proto.options import ServerOptions, too_large
+from ...proto.options import ServerOptions, Traffic, too_large
 from ...proto.peers import Directory, store_name
 from ...proto.server import ChannelServer
+from ..sample import ProcessSample, take_sample
 from .files import ExpertStore, LayerArrays, StoreView
 from .format import MANIFEST_NAME, REBUILD, manifest_digest
 from .pages import FileWatch
@@ -136,6 +137,12 @@ class StoreWorker:
             "nbytes": self._store.nbytes,
             "ref_bytes": self._refs.nbytes,
         } | sent
+
+    def sample(self) -> ProcessSample:
+        """What it has given; by whom it was asked is in the readers' samples."""
+        with self._lock:
+            sent: dict[str, float] = {"experts_sent": self._experts_sent, "expert_bytes_sent": self._bytes_sent}
+        return take_sample(sent | (Traffic() if self._server is None else self._server.traffic).of_server())
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""

@@ -11,10 +11,16 @@ from dataclasses import fields, is_dataclass, replace
 from functools import reduce
 from typing import Any, Protocol
 
+import ray
+
 from ...actors.requests import GenerationRequest, TokenEvent
 from ...errors import DeadlinePassed, LoopDied, NotServing, RuntimeFailure
+from ..attach import Sample, samples
+from ..deployed_actors import family
 from .lead import LeadClient, LeadState
 
+SAMPLES = "samples"
+_SAMPLES_S = 5.0
 _SUMMED = ("stats", "load", "shard_stats")  # over all leads; else one of them answers for itself
 _LOSSES = 3  # of a lead during one request, without a token between them
 _ALONE = 2  # of those, after which a request is on trial; deaths of a loop, the last on trial, after which it fails
@@ -74,6 +80,8 @@ class LeadBackend:
         self._change = asyncio.Event()
         self._answers: dict[tuple[str, int], Any] = {}  # last of each method and lead
         self._trial = asyncio.Lock()
+        self._deployment = family(next(iter(handles)))
+        self._sampling: asyncio.Task[list[Sample]] | None = None  # the call under way
         self.leads = [LeadClient(handle, self._changed) for handle in handles.values()]
 
     async def first_look(self) -> None:
@@ -124,7 +132,12 @@ class LeadBackend:
                 trial.end()
 
     async def ask(self, method: str) -> Any:
-        """With several leads: counters are sums, lists are joined; a lead that is away counts with its last answer."""
+        """With several leads: counters are sums, lists are joined; a lead that is away counts with its last answer.
+
+        "samples" are of all processes, not of a lead alone.
+        """
+        if method == SAMPLES:
+            return await self._samples()
         if method not in _SUMMED:
             return await next((lead for lead in self.leads if lead.serves), self.leads[0]).ask(method)
         serving = [i for i, lead in enumerate(self.leads) if lead.serves] or list(range(len(self.leads)))
@@ -138,6 +151,16 @@ class LeadBackend:
             raise RuntimeFailure(f"no lead answered '{method}'", "look at `tiermoe status`")
         total = reduce(_sum, known)
         return total | {"kv_usage": total["kv_usage"] / len(known)} if method == "load" else total
+
+    async def _samples(self) -> list[Sample]:
+        """`attach.samples` on a thread, one call at a time: it blocks while Ray's head node does."""
+        if self._sampling is None or self._sampling.done():
+            self._sampling = asyncio.create_task(asyncio.to_thread(samples, self._deployment))
+        try:
+            async with asyncio.timeout(_SAMPLES_S):
+                return await asyncio.shield(self._sampling)
+        except (TimeoutError, ray.exceptions.RayError) as error:
+            raise RuntimeFailure("Ray does not say which actors there are", "look at `ray status`") from error
 
     def states(self) -> list[LeadState]:
         return [lead.state for lead in self.leads]

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 
+from ...actors.sample import ProcessSample, take_sample
 from ...actors.tokenizer import has_tokenizer
 from ...errors import ConfigError, RuntimeFailure
 from ...proto.tls import TlsFiles
@@ -78,6 +79,10 @@ class Edge:
         """Its state, and the requests under way."""
         state = self._state if self._thread.is_alive() else "ended"
         return {"state": state, "requests": 0 if self._server is None else len(self._server.server_state.tasks)}
+
+    def sample(self) -> ProcessSample:
+        """Of its process; what it counts is in /metrics."""
+        return take_sample()
 
     def end(self) -> None:
         """Take no more connections, answer the requests under way, in `DRAIN_S` at most, and end. Idempotent."""

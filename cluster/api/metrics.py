@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ...actors.engine.stats import needed
 from ...actors.requests import TokenEvent
+from ...errors import RuntimeFailure
+from ..attach import Sample
+from .backend import SAMPLES
 from .records import ChoiceTimes, RequestRecord
 
 Ask = Callable[[str], Awaitable[Any]]
@@ -46,6 +51,37 @@ _DRAFTS = {  # as `_EXPERTS`, of drafts
     "draft_accepted_tokens": ("Drafted tokens that were accepted.", "accepted"),
     "draft_extra_experts": ("Experts that steps with drafts needed beyond steps without.", "extra_experts"),
 }
+# As `_EXPERTS`, of each process: {node, worker, kind}. What Ray's dashboard has of it (memory, CPU, state) is not here.
+_OF_WORKERS = {
+    "expert_bytes_wasted": ("Bytes that a prefetch loaded to this GPU and no layer used.", "bytes_wasted"),
+    "link_busy_seconds": ("Seconds that this GPU's link copied.", "total_io_s"),
+    "blocked_io_seconds": ("Seconds that this GPU's compute waited for copies.", "blocked_io_s"),
+    "steps": ("Forwards of the lead.", "steps"),
+    "step_seconds": ("Seconds of the lead's forwards; waits for copies and peers are among them.", "step_s"),
+    "rows": ("Hidden states of a layer that came to this shard or NDP worker.", "rows"),
+    "expert_tokens": ("(token, expert) pairs that this shard or NDP worker computed.", "pairs"),
+    "busy_seconds": ("Seconds that this shard or NDP worker computed.", "busy_s"),
+    "answering_seconds": ("Seconds from a message to its answer.", "answering_s"),
+    "messages_received": ("Messages that came over the channels that others opened.", "messages_received"),
+    "bytes_received": ("Bytes of those messages.", "bytes_received"),
+    "bytes_sent": ("Bytes of the answers.", "bytes_sent"),
+    "store_experts": ("Experts that this store gave to other nodes.", "experts_sent"),
+    "store_bytes": ("Bytes of those experts.", "expert_bytes_sent"),
+    "search_seconds": ("Seconds that the matcher searched.", "search_s"),
+    "update_seconds": ("Seconds that the matcher stored maps.", "update_s"),
+}
+# the same of each peer that a process calls: {node, worker, kind, peer}
+_OF_PEERS = {
+    "rows_sent": ("Hidden states of a layer that went to the peer.", "rows_sent"),
+    "rows_received": ("Sums for such rows that came back.", "rows_received"),
+    "messages_sent": ("Messages to the peer.", "messages_sent"),
+    "bytes_sent": ("Bytes of those messages.", "bytes_sent"),
+    "bytes_received": ("Bytes that came back; of a store those of the experts.", "bytes_received"),
+    "wait_seconds": ("Seconds that this process waited for the peer's answers.", "waited_s"),
+}
+_PLACES = {  # of `needed_shares`, by the label `place`
+    "hit": "slot", "waited": "waited", "loaded": "loaded", "near_data": "near_data", "other_gpu": "other_gpu",
+}  # fmt: skip
 _CAUSES = ("demand", "prefetch", "migration")
 _EVERY_S = 1.0  # for which the runtime's answer is good, however often the server is scraped
 _LINK = "total_io_s"
@@ -152,6 +188,8 @@ class Metrics:
                 if any("hits" in part for part in parts):  # of the GPU that owns it, each is a hit or a miss
                     stats["shard_experts"] = 0
             self.runtime.stats, self.runtime.load, self.runtime.links = stats, load, links
+            with contextlib.suppress(RuntimeFailure):  # Ray's head node is away, and the leads serve on
+                self.runtime.samples = await self._ask(SAMPLES)
             self._read_s = time.monotonic()
 
 
@@ -199,6 +237,7 @@ class RuntimeCounters(Collector):
         self.stats: dict[str, Any] | None = None
         self.load: dict[str, float] | None = None
         self.links: dict[str, float] = {}  # seconds that each GPU's link was busy
+        self.samples: list[Sample] = []
         self.waiting_here = 0
         self.damaged = 0
 
@@ -209,6 +248,8 @@ class RuntimeCounters(Collector):
             load = self.load | {"waiting": self.load["waiting"] + self.waiting_here}
             for name, (about, key) in _LOAD.items():
                 yield GaugeMetricFamily(f"tiermoe_{name}", about, load[key])
+        if self.samples:
+            yield from _of_workers(self.samples)
         if (stats := self.stats) is None:
             return
         for name, (about, key) in _EXPERTS.items():
@@ -235,6 +276,39 @@ class RuntimeCounters(Collector):
                 yield CounterMetricFamily(f"tiermoe_{name}", about, drafts[key])
             about = "Seconds that drafts saved, as predicted without them; what they cost is negative."
             yield GaugeMetricFamily("tiermoe_draft_saved_seconds", about, drafts["saved_s"])
+
+
+def _of_workers(samples: Sequence[Sample]) -> Iterable[Metric]:
+    """Of each process by node, worker and kind; who has no answer has no counters at present."""
+    labels = ["node", "worker", "kind"]
+    up = GaugeMetricFamily("tiermoe_worker_up", "1 while the process answers.", labels=labels)
+    restarts = CounterMetricFamily(
+        "tiermoe_worker_restarts", "Times that Ray started the process again; its counters begin at 0.", labels=labels
+    )
+    own = {key: _family(f"worker_{name}", about, labels) for name, (about, key) in _OF_WORKERS.items()}
+    at_peers = {key: _family(f"peer_{name}", about, [*labels, "peer"]) for name, (about, key) in _OF_PEERS.items()}
+    experts = _family("worker_experts", "Experts that forwards needed, by where they were.", [*labels, "place"])
+    loaded = _family("worker_expert_bytes_loaded", "Expert bytes brought to this GPU.", [*labels, "cause"])
+    for sample in samples:
+        where = [sample.host or "", sample.worker, sample.kind]
+        up.add_metric(where, float(sample.problem is None))
+        restarts.add_metric(where, sample.restarts)
+        counters = sample.counters
+        for key in own.keys() & counters.keys():
+            own[key].add_metric(where, counters[key])
+        for peer, traffic in sample.peers.items():
+            for key in at_peers.keys() & traffic.keys():
+                at_peers[key].add_metric([*where, peer], traffic[key])
+        if "hits" in counters:
+            for way, count in needed(counters).items():
+                experts.add_metric([*where, _PLACES[way]], count)
+            for cause in _CAUSES:
+                loaded.add_metric([*where, cause], counters[f"bytes_loaded_{cause}"])
+    yield from (up, restarts, experts, loaded, *own.values(), *at_peers.values())
+
+
+def _family(name: str, about: str, labels: Sequence[str]) -> CounterMetricFamily:
+    return CounterMetricFamily(f"tiermoe_{name}", about, labels=labels)
 
 
 def _of_planner(planner: Mapping[str, Any]) -> Iterable[Metric]:

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from ...errors import RuntimeFailure, TierMoeError
-from ..deployed_actors import end, make_here
+from ..deployed_actors import EDGE, end, make_here
 from ..ray_internals import actor_table
 from ..ray_session import as_failure
 from .edge import Edge
@@ -116,7 +116,7 @@ class HttpServer:
         socket = self._server_socket
         arguments = (self._settings, self._plan, socket.name, socket.tls, socket.access)
         for number in range(_SERVERS):
-            name = f"{self._settings.deployment}/edge/{number}"
+            name = f"{self._settings.deployment}/{EDGE}/{number}"
             with contextlib.suppress(ValueError):  # the name is taken: several servers may be before one runtime
                 # beside this process: its descriptors, the key, the template and the tokenizer are of this machine
                 return make_here(name, Edge, *arguments, concurrency=_CONCURRENCY)

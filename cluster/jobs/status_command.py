@@ -19,7 +19,7 @@ from ..report.tables import results, show
 from .options import AsJson, attached
 
 if TYPE_CHECKING:
-    from ..attach import Attachment
+    from ..attach import Attachment, Sample
 
 Address = Annotated[
     str | None, typer.Option(help="HOST:PORT of a Ray cluster; default: that of `tiermoe up` on this machine.")
@@ -28,11 +28,12 @@ Deployment = Annotated[str | None, typer.Option(help="Id of one deployment; defa
 
 _END_S = 60.0  # actors, Ray's servers and their files
 _POLL_S = 0.1
+_RATES_S = 1.0  # between two samples, at least
 _START = "start one with `tiermoe up`"
 
 
 def status_command(address: Address = None, deployment: Deployment = None, as_json: AsJson = False) -> None:
-    """Actors, where they run, their health, residency of each layer, counters."""
+    """Actors, where they run, their health, residency of each layer, counters and what they rise by in a second."""
     entries = Registry().entries()
     addresses = [address] if address is not None else sorted({entry.address for entry in entries})
     if not addresses:
@@ -61,6 +62,7 @@ def deployments_at(address: str) -> list[dict[str, Any]]:
     """
     records: dict[str, dict[str, Any]] = {}
     with attached(address) as attachment:
+        before = _samples(attachment)
         for actor in attachment.actors():
             record = records.setdefault(actor.deployment, {"id": actor.deployment, "address": address, "actors": []})
             health = attachment.health(actor) if actor.state == "ALIVE" else {}
@@ -73,7 +75,23 @@ def deployments_at(address: str) -> list[dict[str, Any]]:
                     record[key] = _plain(attachment.ask(name, method))
             record["gpus"] = _gpus(attachment, name)
             record["residency"] = merged_residency([gpu["residency"] for gpu in record["gpus"]])
+            record["samples"] = []
+        time.sleep(_RATES_S)
+        after = _samples(attachment)
+        for (name, worker), sample in after.items():
+            if name not in records:  # it has just begun
+                continue
+            rates = sample.since(before[name, worker]) if (name, worker) in before else None
+            found = {"name": worker} | {k: v for k, v in asdict(sample).items() if k not in ("deployment", "worker")}
+            records[name]["samples"].append(found | {"rates": None if rates is None else asdict(rates)})
     return list(records.values())
+
+
+def _samples(attachment: Attachment) -> dict[tuple[str, str], Sample]:
+    """Of all deployments, by replica group and worker."""
+    ids = {name.partition(".")[0] for name in attachment.deployments()}
+    found = [sample for name in sorted(ids) for sample in attachment.samples(name)]
+    return {(sample.deployment, sample.worker): sample for sample in found}
 
 
 def _gpus(attachment: Attachment, deployment: str) -> list[dict[str, Any]]:

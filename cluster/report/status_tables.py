@@ -116,6 +116,7 @@ def status_tables(record: Mapping[str, Any], width: int) -> Iterator[RenderableT
         yield facts("Since the start", rows)
     if len(gpus := record.get("gpus", ())) > 1:
         yield _gpus(gpus)
+    yield from _rates(record.get("samples", ()))
 
 
 def merged_residency(gpus: Sequence[list[dict[str, Any]] | None]) -> list[dict[str, Any]] | None:
@@ -426,6 +427,38 @@ def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Grid:
         rows.append(cells)
     columns = ("GPU", "state", "resident", "hits of its own", "loaded", "link busy", "blocked", "memory")
     return grid("GPUs", columns, rows)
+
+
+def _rates(samples: Sequence[Mapping[str, Any]]) -> Iterator[Grid]:
+    """What each process does in a second, and what goes between them; empty where no process was asked twice."""
+    over_s = next((sample["rates"]["over_s"] for sample in samples if sample["rates"] is not None), None)
+    if over_s is None:
+        return
+    of, between = [], []
+    for sample in samples:
+        if (rates := sample["rates"]) is None or not rates["counters"]:
+            continue
+        found = rates["counters"]
+        needed_s = count_needed(found)
+        of.append((
+            sample["name"], str(sample["host"]),
+            "" if "hits" not in found else f"{needed_s:.0f}" + (f": {_shares(found)}" if needed_s else ""),
+            *(f"{found[key]:.0%}" if key in found else "" for key in ("total_io_s", "blocked_io_s", "busy_s")),
+            f"{found['rows']:.0f}" if "rows" in found else "",
+        ))  # fmt: skip
+        for peer, now in rates["peers"].items():
+            total = sample["peers"][peer]
+            between.append((
+                f"{sample['name']} to {peer}",
+                *(f"{now[k]:.0f} of {total[k]:.0f}" if k in now else "" for k in ("rows_sent", "rows_received")),
+                *(f"{size(now[k])} of {size(total[k])}" for k in ("bytes_sent", "bytes_received")),
+                f"{now['waited_s']:.0%} of {seconds(total['waited_s'])}",
+            ))  # fmt: skip
+    columns = ("process", "node", "experts needed", "link busy", "waits for copies", "computes", "rows")
+    yield grid(f"A second, over the last {over_s:.1f} s", columns, of)
+    if between:
+        columns = ("who to whom", "rows there", "rows back", "bytes there", "bytes back", "waits")
+        yield grid("Between processes: a second, of all since the start", columns, between)
 
 
 def _health(health: Mapping[str, Any]) -> str:

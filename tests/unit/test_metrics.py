@@ -14,10 +14,27 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiermoe
-from tiermoe.actors.engine.stats import EngineStats
+from tiermoe.actors.engine.stats import EngineStats, LayerStats
 from tiermoe.actors.policies.drafts import DraftStats
 from tiermoe.cluster.api.metrics import RuntimeCounters
+from tiermoe.cluster.attach import Sample
+from tiermoe.proto.options import Traffic
 
+_TO_NDP = Traffic(7, 6, 700, 600, 0.5).of_client() | {"rows_sent": 7, "rows_received": 6}
+_LEADS = EngineStats([LayerStats(hits=5, misses=3, late_prefetches=1, ndp_experts=2, bytes_loaded_demand=96)])
+_SAMPLES = (
+    Sample(
+        "d", "lead", "lead", "10.0.0.1", "n1", 0, 1, 5.0, 10, 0.5, _LEADS.counters() | {"steps": 4, "step_s": 2.5},
+        {"ndp/0": _TO_NDP, "store/1": Traffic(messages_received=2, bytes_received=64, waited_s=0.25).of_client()},
+    ),
+    Sample(
+        "d", "ndp/0", "ndp", "10.0.0.2", "n2", 1, 2, 5.0, 10, 0.5,
+        {"batches": 7, "rows": 7, "pairs": 20, "busy_s": 0.25} | Traffic(6, 7, 600, 700, 0.0, 0.375).of_server(),
+    ),
+    Sample("d", "store/1", "store", "10.0.0.2", "n2", 0, problem="it does not answer"),
+    Sample("d", "matcher", "matcher", None, None, 0, 3, 5.0, 1, 0.5, {"search_s": 1.0, "update_s": 2.0}),
+    Sample("d", "store/0", "store", "10.0.0.1", "n1", 0, 4, 5.0, 1, 0.5, {"experts_sent": 2, "expert_bytes_sent": 64}),
+)  # fmt: skip
 _DASHBOARD = Path(tiermoe.__file__).parent / "configs" / "grafana" / "tiermoe.json"
 
 
@@ -25,6 +42,7 @@ _DASHBOARD = Path(tiermoe.__file__).parent / "configs" / "grafana" / "tiermoe.js
 def page() -> str:
     """After two requests, one refused. The runtime is not asked at every scrape."""
     backend = FakeBackend(cached=1)
+    backend.samples = list(_SAMPLES)
 
     async def call(http: httpx.AsyncClient) -> str:
         await http.post("/v1/completions", json={"prompt": "hi", "n": 2, "keep_alive": 5})
@@ -69,13 +87,41 @@ def test_values(families: dict[str, Metric]) -> None:
     assert {(f"tiermoe_{name}",) for name in wanted} <= set(found)
 
 
+def test_each_process_counts_by_node_worker_and_kind(families: dict[str, Metric]) -> None:
+    """A process without an answer is down and has no counters; memory and CPU are on Ray's dashboard."""
+    lead, near, away = ("10.0.0.1", "lead", "lead"), ("10.0.0.2", "ndp/0", "ndp"), ("10.0.0.2", "store/1", "store")
+    values = {
+        ("worker_up", *lead): 1, ("worker_up", *away): 0, ("worker_up", "", "matcher", "matcher"): 1,
+        ("worker_restarts_total", *near): 1, ("worker_restarts_total", *lead): 0,
+        ("worker_experts_total", *lead, "slot"): 5, ("worker_experts_total", *lead, "loaded"): 2,
+        ("worker_experts_total", *lead, "waited"): 1, ("worker_experts_total", *lead, "near_data"): 2,
+        ("worker_expert_bytes_loaded_total", *lead, "demand"): 96, ("worker_step_seconds_total", *lead): 2.5,
+        ("peer_rows_sent_total", *lead, "ndp/0"): 7, ("peer_rows_received_total", *lead, "ndp/0"): 6,
+        ("peer_bytes_sent_total", *lead, "ndp/0"): 700, ("peer_wait_seconds_total", *lead, "ndp/0"): 0.5,
+        ("peer_bytes_received_total", *lead, "store/1"): 64, ("peer_wait_seconds_total", *lead, "store/1"): 0.25,
+        ("worker_rows_total", *near): 7, ("worker_busy_seconds_total", *near): 0.25,
+        ("worker_answering_seconds_total", *near): 0.375, ("worker_bytes_received_total", *near): 700,
+        ("worker_store_bytes_total", "10.0.0.1", "store/0", "store"): 64,
+        ("worker_search_seconds_total", "", "matcher", "matcher"): 1,
+    }  # fmt: skip
+    samples = [s for family in families.values() for s in family.samples]
+    found = {(s.name, *s.labels.values()): s.value for s in samples}
+    assert {key: found[f"tiermoe_{key[0]}", *key[1:]] for key in values} == values
+    of_processes = [s for s in samples if s.name.startswith(("tiermoe_worker_", "tiermoe_peer_"))]
+    assert {tuple(s.labels)[:3] for s in of_processes} == {("node", "worker", "kind")}
+    assert {s.name for s in of_processes if s.labels["worker"] == "store/1"} == {
+        "tiermoe_worker_up", "tiermoe_worker_restarts_total"
+    }  # fmt: skip
+    assert not re.search("rss|cpu|memory", " ".join(s.name for s in of_processes))
+
+
 def test_every_query_of_the_dashboard_is_of_a_metric_and_labels_that_are_there(page: str) -> None:
     board: dict[str, Any] = json.loads(_DASHBOARD.read_text(encoding="utf-8"))
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
     labels: dict[str, set[str]] = {}
     for sample in samples:
         labels.setdefault(sample.name, {"instance"}).update(sample.labels)
-    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
     queries += [item["definition"] for item in board["templating"]["list"] if "definition" in item]
     assert len(queries) > 20
     for query in queries:

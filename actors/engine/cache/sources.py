@@ -38,6 +38,7 @@ import torch
 from numpy.typing import NDArray
 
 from ....errors import MessageError, RemoteFailure, RuntimeFailure, StoreError
+from ....proto.options import Traffic
 from ....proto.peers import Reconnecting, StoreLink
 from ...settings import CopySettings, StoreSettings
 from ...store.files import LayerArrays, StoreView, open_views
@@ -181,7 +182,8 @@ class RemoteStores:
             holders = [self._holders[link.name] for link in used if layer in link.layers]
             first = layer % len(holders)
             self._of_layer[layer] = holders[first:] + holders[:first]
-        self.experts_fetched = self.bytes_fetched = self.refetches = 0
+        self.refetches = 0
+        self.reads = {name: Traffic() for name in self._holders}  # of experts, by store
 
     def start(self, deadline_s: float) -> None:
         """Wait until every layer has a store. Raises StoreError after `deadline_s` seconds."""
@@ -205,6 +207,11 @@ class RemoteStores:
                 why = "; ".join(holder.reason for holder in holders if holder.refused)
                 return StoreError(f"MoE layer {layer} cannot be read: {why}", "put the file back on that node")
         return None
+
+    @property
+    def experts_fetched(self) -> int:
+        """From all stores."""
+        return sum(read.messages_received for read in self.reads.values())
 
     @property
     def transports(self) -> dict[str, str]:
@@ -250,6 +257,7 @@ class RemoteStores:
             fetch = wanted.fetch
             if fetch is None or fetch.failed:
                 fetch = self._ask_again(wanted, until_s, failures, refusals)
+            began_s, read = time.monotonic(), self.reads[fetch.holder.name]
             try:
                 arrays = fetch.result(wanted.expert)
             except RuntimeFailure as failure:
@@ -258,9 +266,10 @@ class RemoteStores:
                 if isinstance(failure, RemoteFailure | MessageError):
                     refusals[fetch.holder.name] = failure.what
                 continue
+            finally:
+                read.waited_s += time.monotonic() - began_s
             wanted.fetch = None
-            self.experts_fetched += 1
-            self.bytes_fetched += sum(array.nbytes for array in arrays)
+            read.received(sum(array.nbytes for array in arrays))
             return tuple(host_tensor(np.ascontiguousarray(array), self._dtype) for array in arrays)
 
     def close(self) -> None:
@@ -370,6 +379,10 @@ class Sources:
     def peers(self) -> Mapping[str, str]:
         """By store that is read from: "connected" or "lost"."""
         return {} if self.remote is None else self.remote.peers()
+
+    def reads(self) -> dict[str, dict[str, float]]:
+        """By store what was read from it, an expert a message, as in `actors.sample.ProcessSample.peers`."""
+        return {} if self.remote is None else {n: read.of_client() for n, read in self.remote.reads.items()}
 
     def refusal(self) -> StoreError | None:
         """Why a layer of another node cannot be had until somebody mends a store there; None: each can."""

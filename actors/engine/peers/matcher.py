@@ -118,6 +118,10 @@ class MatcherLink:
             self._logged = kind
         return "expert-map" if problem is None else "next-gate"
 
+    def traffic(self) -> dict[str, float]:
+        """As `RemoteExperts.traffic`; it sends no rows."""
+        return self._peer.traffic.of_client()
+
     def fell_back(self) -> None:
         """Next-gate prefetched for a layer instead."""
         self._counts["fallback_layers"] += 1

@@ -48,6 +48,7 @@ class ShardEngine:
 
     Attributes:
         activations: moves rows from the channel to the device, and sums back.
+        busy_s: of its batches, without waits for copies.
 
     Raises:
         BudgetError, ConfigError: see `make_cache`. RuntimeFailure: preloading failed. After an error no thread runs.
@@ -72,7 +73,8 @@ class ShardEngine:
         self._layers: list[MoeLayer] = []
         self._lock = threading.Lock()
         self._iteration, self._layer = -1, -1  # the newest iteration, and the last layer that ran in it
-        self.batches = self.pairs = 0
+        self.batches = self.rows = self.pairs = 0
+        self.busy_s = 0.0
         self.late_commands = self.resting_commands = 0
         self._failure: PolicyError | None = None
         try:
@@ -112,10 +114,12 @@ class ShardEngine:
             partial = self.activations.deliver(self._layers[batch.layer].forward(batch))
             self.cache.settle_times()  # by now all has ended
             self.batches += 1
+            self.rows += len(batch.hidden)
             self.pairs += len(batch.rows)
             total_s = time.perf_counter() - start_s
             counts = self.cache.core.counts(batch.layer)
             blocked_s, link_s = counts.blocked_io_s - before.blocked_io_s, counts.link_s - before.link_s
+            self.busy_s += total_s - blocked_s
             resident = None
             if self._reports_residency:
                 resident = ShardResidency.encode(self.cache.residency, self.cache.governor.resting)

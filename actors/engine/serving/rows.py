@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -325,7 +326,9 @@ class RowBatcher:
     def _try(self, batch: Batch) -> None:
         """A step of a batch. A missing expert ends its requests; anything else that it raises ends all."""
         try:
+            began_s = time.perf_counter()
             self._step(batch)
+            self.streams.stepped(began_s)
         except StoreError as error:
             self._end(batch, error)
         except BaseException as error:

@@ -13,6 +13,7 @@ such events, has the same inputs as the step before but for a few numbers, which
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -210,7 +211,7 @@ class Steps:
             return self._step(processor)
 
     def _step(self, processor: Any) -> bool:
-        self.carried = ()
+        self.carried, began_s = (), time.perf_counter()
         self.drafts.begin()
         batch = self.prepare(processor)
         if batch is None:
@@ -251,6 +252,7 @@ class Steps:
         if self._failed:
             self._end_failed(batch, scheduler)
         self._last = batch if batch.repeats else None
+        self._streams.stepped(began_s)
         return True
 
     def _end_failed(self, batch: Batch, scheduler: Any) -> None:

@@ -120,6 +120,7 @@ class Streams:
 
     Attributes:
         out_of_memory: called with the error before a request is ended by one of an allocation; None: nobody.
+        steps, step_s: forwards so far, with their tokens' way to the requests, and their seconds.
     """
 
     def __init__(
@@ -135,9 +136,18 @@ class Streams:
         self._closed = False
         self._lock = threading.Lock()
         self.out_of_memory: Callable[[BaseException], None] | None = None
+        self.reset_steps()
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def reset_steps(self) -> None:
+        """Count steps from here on."""
+        self.steps, self.step_s = 0, 0.0
+
+    def stepped(self, began_s: float) -> None:
+        """A step has ended that began then, by `time.perf_counter`; on the loop's thread."""
+        self.steps, self.step_s = self.steps + 1, self.step_s + time.perf_counter() - began_s
 
     @property
     def closed(self) -> bool:
