@@ -128,6 +128,22 @@ class Scale(Served):
     ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
 
 
+class Deployment(Options):
+    """What a deployment on two and four emulated nodes serves: by GPUs, NDP workers, batch and store, and simulated."""
+
+    measure = "deployment.deployment"
+    repeats: Repeats = 3
+    nodes: tuple[Annotated[int, Ge(2)], ...] = Field((2, 4), description="Nodes, as namespaces; repeat it.")
+    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link of each GPU, 1e9 bytes/s.")
+    gbit: float = Field(10.0, gt=0, description="Bandwidth of each node's cable, 1e9 bits/s each way.")
+    delay_us: float = Field(50.0, ge=0, description="Delay of a cable, where the kernel has netem.")
+    layers: int = Field(4, ge=0, description="Layers of Qwen3-30B-A3B's shape in Q4_0; 0: the default model alone.")
+    work: Path | None = Field(
+        None, description="Folder of finished cells: the same command resumes; default: a temporary one."
+    )
+    quick: bool = Field(False, description="The ends of the grid alone, at the largest batch.")
+
+
 class Drafts(Options):
     """Prompt-lookup drafts against none: tokens a second of code edits and of prose, by link."""
 
@@ -234,8 +250,8 @@ class Kernel(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale, "streams": Streams,
-    "drafts": Drafts, "core": Core, "validation": Validation, "auto": Auto, "channel": Channel,
-    "kernel": Kernel,
+    "deployment": Deployment, "drafts": Drafts, "core": Core, "validation": Validation, "auto": Auto,
+    "channel": Channel, "kernel": Kernel,
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from .clone import in_a_ray_job, load
 from .compare import experiment as compare
 from .experiment import Experiment
 from .finish import Address, Check, Config, Json, JsonCommand, Model, file_or_folder, finish, say_overridden
-from .metrics import Report
+from .metrics import Report, fill_report_page
 
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
@@ -99,7 +99,6 @@ def _run(
     experiment: Experiment, model: str | None, config: str | None, out: Path | None, html: Path | None, as_json: bool,
     check: bool, address: str | None,
 ) -> None:  # fmt: skip
-    from .cells import journal_file
     from .run import run_experiment
 
     say_overridden(config, experiment.own_keys)
@@ -130,8 +129,17 @@ def _run(
             _write_html(html, report, experiment.title)
         discard[0]()
 
-    try:
+    with _resumable(result):
         finish(measure, as_json, check, file, draw)
+
+
+@contextmanager
+def _resumable(result: Path | None) -> Iterator[None]:
+    """Say where the finished part of a result is, if the block is interrupted."""
+    from .cells import journal_file
+
+    try:
+        yield
     except (KeyboardInterrupt, SystemExit):
         if result is not None and journal_file(result).exists():
             said = f"'{journal_file(result)}' has the finished part: the same command resumes"
@@ -170,6 +178,37 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
                 yield number, found
 
         yield run
+
+
+@bench_app.command(cls=JsonCommand)
+def sweep(
+    file: Annotated[Path, typer.Argument(help="YAML: config, load, repeats, cells, baseline.", metavar="SWEEP.yaml")],
+    out: PageOut = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """What a cluster serves by configuration and load: deploys each cell in turn; run again, it resumes."""
+    from ...host import cpu, versions
+    from .cells import Journal
+    from .sweep import cells_of, read_sweep, run_sweep, visited
+
+    chosen = read_sweep(file)
+    cells = cells_of(chosen)
+    result, folder = file_or_folder(out)
+    if folder is not None:
+        result = folder / f"{file.stem}.json"
+    fingerprint = {**chosen.model_dump(mode="json"), "hardware": cpu(), "versions": versions(),
+                   "configuration": [cell.config.model_dump(mode="json") for cell in cells]}  # fmt: skip
+    journal = Journal(result, fingerprint)
+
+    def written(report: Report) -> None:
+        if folder is not None:
+            fill_report_page(folder / f"{file.stem}.md", report)
+        if not report.refused:  # else the same command tries again what failed
+            journal.discard()
+
+    with _resumable(result):
+        finish(lambda progress: run_sweep(chosen, cells, visited, journal, progress), as_json, check, result, written)
 
 
 bench_app.command(cls=JsonCommand)(command("serve", Serve))

@@ -82,6 +82,7 @@ def measure_over_nodes(name: str, options: Options, address: str | None, progres
     Raises:
         ConfigError: a node has no `benchmarks/`. As the case, and `nodes.over_nodes`.
     """
+    from ...yaml_file import merged
     from .clone import CloneCall, called, in_a_ray_job
     from .metrics import advancing
     from .nodes import joined, over_nodes
@@ -90,17 +91,19 @@ def measure_over_nodes(name: str, options: Options, address: str | None, progres
     if address is None and not (in_a_ray_job() and len(values) > 1):
         return measure(options, progress)
     parts = [options.model_dump() | {options.parted: (value,)} for value in values]
-    found, advance = dict[int, Report](), advancing(progress, "on the cluster's nodes", len(parts))
+    found: dict[int, Report] = {}
+    advance = advancing(progress, "on the cluster's nodes", len(parts))
     with joined(address or "auto"):
         for number, report, node in over_nodes(called, [CloneCall("cases", "measured", (name, p)) for p in parts]):
             report.rows = [{**row, "node": node} for row in report.rows]
             found[number] = report
             advance()
-    whole = found[0]
-    for number in range(1, len(parts)):
-        whole.rows += found[number].rows
-        whole.bars += found[number].bars
-    whole.settings |= {name: value for name, value in options.settings().items() if name == options.parted}
+    whole = found.pop(0)
+    for _, part in sorted(found.items()):
+        whole.rows += part.rows
+        whole.bars += part.bars
+        whole.settings = merged(whole.settings, part.settings)
+    whole.settings[options.parted] = list(values)
     return whole
 
 

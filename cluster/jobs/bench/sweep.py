@@ -9,29 +9,43 @@ them. A journal beside the result has the finished visits: the same command resu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError
 from rich.progress import Progress
 
 from ....actors.base_settings import Settings
-from ....errors import ConfigError, TierMoeError
+from ....errors import ConfigError, TierMoeError, rebuilt
 from ...config import RunConfig, load_run_config
 from ...report.results import refused_row
 from ...yaml_file import explain, merged, read_yaml
+from .cases import Serve
 from .cells import Journal
-from .load import Load, read_load
+from .load import Limits, read_conversations, read_schedule
 from .metrics import Report, Spread, advancing, paired
+from .serve import loads_of, measured
+from .targets import placed
+from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from ...attach import Sample
 
 LOAD = "load."  # before the name of a load's value among a cell's
 RATE, SHOWN = "tokens_per_s", ("tokens_per_s", "ratio", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms")
 
+_SEVERAL = ("streams", "rate")  # options that `bench serve` takes several values of, each a load
+_NOT_OF_LOADS = {"config", "attach", "deployment", "url", "model_name", "api_key_file", "model", "budget", "policy",
+                 "threads", "link_gbps", "repeats"}  # fmt: skip
+
+_LOADED = ("bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_loaded_migration")
+_MOVED = ("bytes_sent", "bytes_received")
+
 Figures = dict[str, Any]  # of one load on one deployment: numbers by name with the unit, and details
-Visit = Callable[[RunConfig, Sequence[Load]], Iterator[Figures]]
+Visit = Callable[[RunConfig, Sequence[Serve], int], Iterator[Figures]]
 
 
 class Sweep(Settings):
@@ -39,9 +53,9 @@ class Sweep(Settings):
 
     Attributes:
         config: keys of a run's configuration, or a file of them; with `ray.address` the cells run on that cluster.
-        load: of every cell, as `tiermoe bench serve` takes it.
+        load: of every cell: options of `tiermoe bench serve` by their names, such as `requests` and `max_tokens`.
         cells: each a product: value, or list of values, by dotted key of the configuration (`cluster.shards`) or of the
-            load (`load.clients`). A value null leaves the key as it is in `config` or `load`.
+            load (`load.streams`, `load.rate`). A value null leaves the key as it is in `config` or `load`.
         baseline: values of the cell that a cell is compared with, whose other values are the cell's own.
     """
 
@@ -58,7 +72,7 @@ class SweepCell:
 
     values: Mapping[str, Any]
     config: RunConfig
-    load: Load
+    load: Serve
 
     @property
     def name(self) -> str:
@@ -111,8 +125,19 @@ def _config(sweep: Sweep, values: Mapping[str, Any]) -> RunConfig:
     return load_run_config(None, merged(sweep.config, nested))
 
 
-def _load(sweep: Sweep, values: Mapping[str, Any]) -> Load:
-    return read_load(sweep.load | {key: value for key, value in values.items() if value is not None})
+def _load(sweep: Sweep, values: Mapping[str, Any]) -> Serve:
+    """Raises ConfigError: an unknown option or malformed value, or one that is of the runtime."""
+    given = sweep.load | {key: value for key, value in values.items() if value is not None}
+    known = Serve.model_fields.keys() - _NOT_OF_LOADS
+    if unknown := sorted(given.keys() - known):
+        raise ConfigError(f"a load has no '{unknown[0]}'", f"give some of {', '.join(sorted(known))}")
+    given = {key: (value,) if key in _SEVERAL else value for key, value in given.items()}
+    try:
+        load = Serve(**given, repeats=sweep.repeats)
+    except ValidationError as error:
+        raise explain(error, Serve, "load") from error
+    load.check()
+    return load
 
 
 def baseline_of(cell: SweepCell, cells: Sequence[SweepCell], baseline: Mapping[str, Any]) -> SweepCell | None:
@@ -137,11 +162,11 @@ def run_sweep(
 ) -> Report:
     """Visit every deployment `repeats` times.
 
-    A deployment that is refused, or fails, is left out from then on, and its cells' rows have the reason; a run that
-    resumes tries it again. Ratios are of the baseline, paired by repetition.
+    A deployment that is refused, or fails, is left out from then on, and its cells' rows have the reason; the same
+    command tries it again. Ratios are of the baseline, paired by repetition.
 
     Args:
-        visit: deploys a configuration, yields the figures of each load, and ends what it deployed.
+        visit: deploys a configuration, yields the figures of each load in a repetition, and ends what it deployed.
     """
     deployments: dict[str, list[int]] = {}  # indices of the cells, by what tells deployments apart
     for index, cell in enumerate(cells):
@@ -151,15 +176,14 @@ def run_sweep(
     refused: dict[int, dict[str, Any]] = {}
     for number in range(sweep.repeats):
         for own in deployments.values():
-            if own[0] not in refused:
-                measured = partial(_visited, visit, [cells[index] for index in own])
-                try:
-                    figures = journal.step(f"{number + 1}: {cells[own[0]].name}", measured)
-                except TierMoeError as error:
-                    refused |= {index: refused_row(error, **cells[index].values) for index in own}
-                else:
+            visits = partial(_visit, visit, [cells[index] for index in own], number)
+            try:
+                if own[0] not in refused:
+                    figures = journal.step(f"{number + 1}: {cells[own[0]].name}", visits)
                     for index, of_load in zip(own, figures, strict=True):
                         found[index].append(of_load)
+            except TierMoeError as error:
+                refused |= {i: refused_row(error, cell=cells[i].name, **cells[i].values) for i in own}
             advance()
     rows = {index: _row(cell, found[index]) for index, cell in enumerate(cells) if index not in refused}
     for index, row in rows.items():
@@ -175,8 +199,8 @@ def run_sweep(
     return report
 
 
-def _visited(visit: Visit, cells: Sequence[SweepCell]) -> list[Figures]:
-    return list(visit(cells[0].config, [cell.load for cell in cells]))
+def _visit(visit: Visit, cells: Sequence[SweepCell], repetition: int) -> list[Figures]:
+    return list(visit(cells[0].config, [cell.load for cell in cells], repetition))
 
 
 def _row(cell: SweepCell, figures: Sequence[Figures]) -> dict[str, Any]:
@@ -194,3 +218,61 @@ def _row(cell: SweepCell, figures: Sequence[Figures]) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# -- one visit ---------------------------------------------------------------------------------------------------------
+
+
+def visited(config: RunConfig, loads: Sequence[Serve], repetition: int) -> Iterator[Figures]:
+    """Deploy a configuration, put each load on it, and end it: the figures of each load.
+
+    Raises:
+        TierMoeError: it is refused, does not start, or answers no request of a load.
+    """
+    from ...attach import samples  # Ray
+
+    with placed(config) as target:
+        assert target.deployment is not None  # it was placed
+        for options in loads:
+            given = None if options.prompts is None else read_conversations(options.prompts)
+            schedule_s = () if options.schedule is None else read_schedule(options.schedule)
+            (load,) = loads_of(options, given, schedule_s, target.tokenizer)
+            if load.warmup:  # before its own counters are read
+                warm = replace(load, first=options.repeats * load.requests, requests=load.warmup, warmup=0)
+                measured([target], [warm], 1, Timeline(None))
+            own = replace(load, first=repetition * load.requests, warmup=0)
+            timeline, before = Timeline(target.deployment), samples(target.deployment)
+            (cell,) = measured([target], [own], 1, timeline)
+            row = cell.row(Limits(options.slo_ttft_ms, options.slo_tpot_ms))
+            if "refused" in row:
+                raise rebuilt(row["error"], row["refused"])
+            figures = {key: value for key, value in row.items() if _is_number(value) or key in ("errors", "ended")}
+            figures |= counted(before, samples(target.deployment))
+            yield figures | {"executor": target.executor, "lost": timeline.as_dict()["lost"]}
+
+
+def counted(before: Sequence[Sample], after: Sequence[Sample]) -> Figures:
+    """What a deployment's processes counted in between; one that was started again has what it counted since.
+
+    `lead.NAME`: the lead's counters. `cpu_s.KIND`: of all processes of a kind. bytes_loaded: by the links of all GPUs.
+    bytes_between: there and back between GPUs and their peers on other nodes.
+    """
+    earlier = {sample.worker: sample for sample in before}
+    nodes = {sample.worker: sample.node for sample in after}
+    found: dict[str, float] = {"bytes_loaded": 0.0, "bytes_between": 0.0}
+    for sample in after:
+        since = earlier.get(sample.worker)
+        if since is None or since.pid != sample.pid:
+            since = replace(sample, cpu_s=0.0, counters={}, peers={})
+        rise = {name: value - since.counters.get(name, 0.0) for name, value in sample.counters.items()}
+        kind = f"cpu_s.{sample.kind}"
+        found[kind] = found.get(kind, 0.0) + sample.cpu_s - since.cpu_s
+        found["bytes_loaded"] += sum(rise.get(name, 0.0) for name in _LOADED)
+        if sample.kind == "lead":
+            found |= {f"lead.{name}": value for name, value in rise.items()}
+        if sample.kind in ("lead", "shard"):
+            for peer, moved in sample.peers.items():
+                if nodes.get(peer) != sample.node:
+                    known = since.peers.get(peer, {})
+                    found["bytes_between"] += sum(moved[name] - known.get(name, 0.0) for name in _MOVED)
+    return found
