@@ -143,9 +143,10 @@ def measured_rows(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """A line for each row that was refused."""
-    keys = ("section", "context", "budget", "link_gbps")
+    keys = ("section", "context", "budget", "link_gbps", "load")
     return [
-        f"refused: {row['policy']}" + "".join(f", {key} {row[key]}" for key in keys if row.get(key) not in (None, ""))
+        f"refused: {row.get('policy') or row['server']}"
+        + "".join(f", {key} {row[key]}" for key in keys if row.get(key) not in (None, ""))
         + f": {row['refused']}"
         for row in rows if "refused" in row
     ]  # fmt: skip

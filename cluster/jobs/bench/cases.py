@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_origin
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, Field
 
+from ....actors.combinations import Refusal, refuse_first
+
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
     from rich.progress import Progress
@@ -45,23 +47,92 @@ class Options(BaseModel):
         """The name of the files in a folder given by `--out`. name: of the case."""
         return name
 
+    def write_page(self, page: Path, report: Report) -> None:
+        """Write a report's page beside its JSON; here: fill the tables of one that is there."""
+        from .metrics import fill_report_page
+
+        fill_report_page(page, report)
+
 
 class Serve(Options):
-    """`tiermoe serve` against `transformers serve` over HTTP: throughput, TTFT and TPOT by the number of clients."""
+    """What a server answers under load: rates, TTFT, TPOT, and what each process of the cluster did meanwhile.
+
+    Of a deployment that is placed (--config) or runs (--attach), or of any server (--url); without them, of `tiermoe
+    serve` beside `transformers serve` on this machine.
+    """
 
     measure = "serve.serve"
-    model: Model = None
+    config: Config = None
+    attach: str | None = Field(None, description="Measure the runtime at HOST:PORT, which `tiermoe up` started.")
+    deployment: str | None = Field(None, description="Id of the runtime at --attach, if there are several.")
+    url: str | None = Field(None, description="Measure the server of OpenAI's protocol at this URL.")
+    model_name: str | None = Field(None, description="Model at --url; default: the first that it lists.")
+    api_key_file: Path | None = Field(None, description="File with the key that --url asks for, mode 0600.")
     repeats: Repeats = 5
-    streams: tuple[Annotated[int, Ge(1)], ...] = Field((1, 4, 8, 16), description="Clients at once; may be repeated.")
-    budget: tuple[str, ...] = Field(
-        ("0.25", "0.5"),
-        description="Device memory for experts; the bars judge the first and the last; may be repeated.",
+    streams: tuple[Annotated[int, Ge(1)], ...] = Field(
+        (), description="Closed loop: clients at once; may be repeated; default: 1, 4, 8 and 16."
     )
-    policy: str = Field("next-gate", description="Of `tiermoe serve`.")
-    requests: int = Field(2, ge=1, description="Of each client in a round, one after the other.")
+    rate: tuple[Annotated[float, Ge(0.001)], ...] = Field(
+        (), description="Open loop: arrivals a second, a Poisson process; may be repeated."
+    )
+    schedule: Path | None = Field(
+        None, description="Open loop: recorded arrivals; a file of seconds, or JSON lines with at_s or timestamp (ms)."
+    )
+    requests: int | None = Field(
+        None, ge=1, description="Of each client in a repetition; default: 2. Of an open loop, in all; default: 30, or "
+        "the schedule's",
+    )  # fmt: skip
+    prompts: Path | None = Field(
+        None, description="File of prompts: lines, or JSON lines with prompt, or messages of a chat; default: made."
+    )
+    prompt_tokens: int = Field(48, ge=1, description="Tokens of each made prompt.")
+    repeated: float = Field(0.0, ge=0.0, le=0.95, description="Share of a made prompt that repeats its own n-grams.")
     max_tokens: int = Field(48, ge=2, description="Tokens of each answer, at most.")
-    threads: int = Field(1, ge=1, description="Compute threads of each server.")
-    link_gbps: float = Field(16.0, ge=0.001, description="Emulated link of `tiermoe serve` in 1e9 bytes per second.")
+    ignore_eos: bool = Field(False, description="Answers go on to --max-tokens; the server must know ignore_eos.")
+    warmup: int | None = Field(None, ge=0, description="Requests before the first repetition; default: as one has.")
+    seed: int = Field(0, ge=0, description="Of arrivals and made prompts.")
+    slo_ttft_ms: float | None = Field(None, ge=0, description="Goodput: most milliseconds to the first token.")
+    slo_tpot_ms: float | None = Field(None, ge=0, description="Goodput: most milliseconds of each further token.")
+    model: Model = None
+    budget: tuple[str, ...] = Field(
+        (), description="Device memory for experts; with --config over the file's; else 0.25 and 0.5, of which the "
+        "bars judge the first and the last; may be repeated.",
+    )  # fmt: skip
+    policy: str | None = Field(None, description="Policy; with --config over the file's; else next-gate.")
+    threads: int | None = Field(None, ge=1, description="Compute threads; with --config over the file's; else 1.")
+    link_gbps: float | None = Field(
+        None, ge=0.001, description="Emulated link, 1e9 bytes per second; with --config over the file's; else 16."
+    )
+
+    def write_page(self, page: Path, report: Report) -> None:
+        """The page of what was measured, with a plot of what each process did each second."""
+        from .serve_page import write_page
+
+        write_page(page, report)
+
+    def check(self) -> None:
+        """Raise ConfigError for options that do not go together; the message names them."""
+
+        def given(*names: str) -> list[str]:
+            return [_option_name(name) for name in names if getattr(self, name) not in (None, ())]
+
+        targets, arrivals = given("config", "attach", "url"), given("streams", "rate", "schedule")
+        of_runtime, runs = given("policy", "budget", "threads", "link_gbps"), given("attach", "url")
+        lone = [] if self.url is not None else given("model_name", "api_key_file")
+        lone += [] if self.attach is not None else given("deployment")
+        refuse_first((
+            Refusal(len(targets) > 1, f"{' and '.join(targets[:2])} both name what is measured", "give one of them"),
+            Refusal(len(arrivals) > 1, f"{' and '.join(arrivals[:2])} both say when requests come", "give one of them"),
+            Refusal(bool(lone), f"{''.join(lone[:1])} belongs to a server that runs already",
+                    "give its --url or --attach"),
+            Refusal(bool(runs and of_runtime), f"{''.join(of_runtime[:1])} belongs to a runtime that is started, and "
+                    f"that of {''.join(runs)} runs already", "leave it out, or give --config"),
+            Refusal(bool(targets) and len(self.budget) > 1, "--budget is given twice for one runtime", "give one"),
+        ))  # fmt: skip
+
+
+def _option_name(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def measure(options: Options, progress: Progress | None = None) -> Report:
@@ -111,7 +182,6 @@ def command(name: str, case: type[Options]) -> Callable[..., None]:
     """The function of `tiermoe bench NAME` for typer: the fields of the case, then --out, --json and --check."""
     from ..options import as_command  # typer: a GPU machine has none
     from .finish import Address, Check, Json, Out, file_or_folder, finish, say_overridden
-    from .metrics import fill_report_page
 
     def run(out: Path | None, as_json: bool, check: bool, address: str | None = None, **given: Any) -> None:
         options = case(**given)
@@ -124,7 +194,7 @@ def command(name: str, case: type[Options]) -> Callable[..., None]:
 
         def written(report: Report) -> None:
             if folder is not None:
-                fill_report_page(folder / f"{result}.md", report)
+                options.write_page(folder / f"{result}.md", report)
 
         finish(lambda progress: measure_over_nodes(name, options, address, progress), as_json, check, file, written)
 

@@ -22,6 +22,10 @@ from ...report.tables import Grid, grid, show
 
 Measures = dict[str, float]
 CLEAR = 0.05  # of the larger: a difference that decides an order
+_T95 = {  # Student's, by degrees of freedom; between two the lower
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 15: 2.131,
+    20: 2.086, 30: 2.042, 60: 2.0, 120: 1.98,
+}  # fmt: skip
 _ORDERED = "decode_blocked_io_s", "tpot_ms"
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -131,6 +135,16 @@ def advancing(progress: Progress | None, what: str, total: int) -> Callable[[], 
         return lambda: None
     task = progress.add_task(what, total=total)
     return lambda: progress.advance(task)
+
+
+def interval95(values: Sequence[float]) -> tuple[float, float] | None:
+    """Of the mean of repetitions, by Student's t; None: there is one only."""
+    count = len(values)
+    if count < 2:
+        return None
+    half = _T95[max(df for df in _T95 if df < count)] * statistics.stdev(values) / count**0.5
+    middle = statistics.fmean(values)
+    return middle - half, middle + half
 
 
 def rows_of(results: Mapping[str, Mapping[str, Spread]], **common: Any) -> list[dict[str, Any]]:

@@ -14,12 +14,16 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+import psutil
+
 from ....errors import RuntimeFailure
+from ...host import cpu, versions
 from ...ray_session import join, leave, refuse_second, without_ray_notices
 
 T = TypeVar("T")
 _LOSSES = 5  # of one cell, before the experiment fails
 _NOBODY_S = 60.0  # without any node, before the experiment fails
+_FACTS_S = 60.0  # for a node to say what it is; Ray starts a process for it
 
 
 @contextlib.contextmanager
@@ -113,3 +117,39 @@ def over_nodes(
     finally:
         for reference in running:
             ray.cancel(reference, force=True)
+
+
+def living_nodes() -> dict[str, str]:
+    """Address of each node that belongs to the Ray of this process, by its id."""
+    import ray
+
+    return {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+
+
+def node_facts() -> list[dict[str, Any]]:
+    """Address, resources, hardware, memory and versions of each node; one that does not answer has a `problem`."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask = ray.remote(num_cpus=0, max_retries=0)(_facts)
+    nodes = {str(node["NodeID"]): node for node in ray.nodes() if node["Alive"]}
+    asked = {
+        node: ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+        for node in nodes
+    }
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=_FACTS_S)
+    found = []
+    for node, entry in nodes.items():
+        own = {name: amount for name, amount in entry["Resources"].items() if not name.startswith(("node:", "object_"))}
+        try:
+            said = ray.get(asked[node], timeout=0)
+        except RayError as error:
+            said = {"problem": f"it does not say ({type(error).__name__})"}
+        found.append({"node": entry["NodeManagerAddress"], "resources": own} | said)
+    return found
+
+
+def _facts() -> dict[str, Any]:
+    """Of the machine of this process."""
+    return {"hardware": cpu(), "memory_bytes": psutil.virtual_memory().total, "versions": versions()}

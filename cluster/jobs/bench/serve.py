@@ -1,246 +1,343 @@
-"""`tiermoe serve` against `transformers serve`: the same texts over HTTP, from several clients at once."""
+"""`tiermoe bench serve`: the same load on one server or on several, and what came of it.
+
+    targets (`targets.py`, `own_servers.py`)  x  loads (`load.py`)  x  repetitions, in turn  ->  rows, timeline, page
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import json
-import re
-import socket
-import subprocess
-import sys
-import tempfile
+import math
+import statistics
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from ....errors import RuntimeFailure
+from ....errors import RequestError, RuntimeFailure
 from ...prompt import load_tokenizer
-from ...report.results import percentiles
+from ...report.results import percentiles, refused_row
 from ...report.tables import show
 from ..local_worker import run_config
+from ..options import checked_config
 from .cases import Serve
-from .metrics import Bar, Case, Measures, Report, Spread, interleaved, median_ratio
-from .serving import heldout_prompts
+from .load import (
+    Answered,
+    Conversation,
+    Limits,
+    Load,
+    drive,
+    errors_of,
+    figures_of,
+    made_conversations,
+    read_conversations,
+    read_schedule,
+)
+from .metrics import Bar, Report, Spread, advancing, interval95, median_ratio, rounded
+from .own_servers import INSTALL, LATENCY_US, PEER, has_peer, tiermoe_serve, transformers_serve
+from .serving import heldout_texts
+from .targets import Target, at_url, attached_to, placed
+from .timeline import Timeline
 
-PEER, INSTALL = "transformers", "pip install 'transformers[serving]' accelerate"
-LATENCY_US = 10.0  # of each copy on our emulated link
-PROMPT_TOKENS = 48
-START_S, END_S, REQUEST_S = 300.0, 60.0, 300.0
 GAIN, SHARE = 3.0, 0.6  # bars
-_READY = re.compile(r"http://\S+(?=/v1)")
+_STREAMS, _BUDGETS = (1, 4, 8, 16), ("0.25", "0.5")  # where none are given
+_OF_CLIENT, _OF_OPEN_LOOP = 2, 30  # requests, where no number is given
+_LOOK_S = 1.0
+_STOP_S = 10.0
+_SHOWN = (
+    "server", "load", "tokens_per_s", "requests_per_s", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
+    "e2e_p50_ms", "e2e_p99_ms", "goodput", "good_share", "requests", "failed",
+)  # fmt: skip
 
 
 @dataclass
-class Answered:
-    """One request. times_s: when its pieces of text came, from its start; tokens: as the server counts them."""
+class Cell:
+    """A load on a target. repetitions: requests of each. ended: why the target stopped serving; None: it did not."""
 
-    times_s: list[float] = field(default_factory=list)
-    tokens: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        return self.times_s[0]
+    target: Target
+    load: Load
+    repetitions: list[list[Answered]] = field(default_factory=list)
+    ended: str | None = None
 
     @property
-    def tpot_s(self) -> float | None:
-        return (self.times_s[-1] - self.times_s[0]) / (self.tokens - 1) if self.tokens > 1 else None
+    def requests(self) -> list[Answered]:
+        """Of all repetitions."""
+        return [one for repetition in self.repetitions for one in repetition]
+
+    def values(self, limits: Limits) -> dict[str, list[float]]:
+        """Each figure by repetition; repetitions without an answer have none."""
+        found: dict[str, list[float]] = {}
+        for repetition in self.repetitions:
+            for name, value in figures_of(repetition, limits).items():
+                found.setdefault(name, []).extend([] if math.isnan(value) else [value])
+        return found
+
+    def row(self, limits: Limits) -> dict[str, Any]:
+        """Means over the repetitions with their 95% intervals (`NAME_low`, `NAME_high`), or why there are none."""
+        load, requests = self.load, self.requests
+        row: dict[str, Any] = {"server": self.target.name, "load": load.name, "streams": load.clients}
+        row |= {"rate": load.rate} | ({"arrivals": "a record"} if load.schedule_s else {})
+        errors = errors_of(requests)
+        counted = {"requests": len(requests) - sum(errors.values()), "failed": sum(errors.values()), "errors": errors}
+        if not counted["requests"]:
+            why = self.ended or ", ".join(f"{kind} ({count})" for kind, count in errors.items()) or "none was sent"
+            return refused_row(RuntimeFailure(f"no request was answered: {why}", "see the server's log"), **row)
+        for name, values in self.values(limits).items():
+            if values:
+                row[name] = statistics.fmean(values)
+            if (interval := interval95(values)) is not None:
+                row[f"{name}_low"], row[f"{name}_high"] = interval
+        gaps = [1e3 * (b - a) for one in requests if one.error is None for a, b in itertools.pairwise(one.times_s)]
+        return row | counted | {"between_ms": percentiles(gaps)} | ({"ended": self.ended} if self.ended else {})
 
 
 def serve(options: Serve, progress: Progress | None) -> Report:
-    """Tokens per second, TTFT and TPOT of streamed greedy completions over loopback, at several numbers of clients.
+    """Rates, TTFT, TPOT and end-to-end times of streamed greedy requests, by server and load.
 
-    The servers are processes with the same threads, idle while another is measured. transformers has all experts
-    resident, its continuous batching and fp32, as ours. Each client sends its requests one after the other. A round has
-    texts of its own, the same for all servers; p50 and p99 are over the requests of all counted rounds.
+    A repetition has prompts of its own, the same for all servers. Figures are means over the repetitions with 95%
+    intervals; percentiles are over the requests of a repetition. A request, worker or node that is lost is part of the
+    result; a load of which no request was answered is a refusal (exit code 1).
 
-    Bars, where these numbers of clients are measured: tokens per second of 8 clients over one's >= 3 at the first
-    budget; of the last budget over transformers' >= 0.6 at 8 clients (medians of the rounds' ratios). Where
-    `transformers serve` lacks packages, it is not measured, and there is no bar on it.
+    Own servers are processes with the same threads, idle while another is measured; transformers has all experts
+    resident. Their bars, where these numbers of clients are measured: tokens per second of 8 clients over one's >= 3 at
+    the first budget; of the last budget over transformers' >= 0.6 at 8 clients (medians of the repetitions' ratios).
+    Where `transformers serve` lacks packages, it is not measured, and there is no bar on it.
 
     Raises:
-        RuntimeFailure: a server did not start, or a request failed.
+        TierMoeError: options or files are refused, or a server did not start.
     """
-    absent = [] if _has_peer() else [f"transformers serve, which lacks packages: {INSTALL}"]
-    show(Console(stderr=True), *(f"not measured: {peer}" for peer in absent))  # it takes minutes
-    folder = run_config(options.model).model_dir
-    needed = (options.repeats + 1) * max(options.streams) * options.requests
-    tokenizer = load_tokenizer(folder)
-    found = heldout_prompts(folder, needed, PROMPT_TOKENS, at_least=max(options.streams))
-    texts = [tokenizer.decode(list(prompt)) for prompt in found]
-    answers: dict[tuple[str, int], list[Answered]] = {}
-    results: dict[tuple[str, int], dict[str, Spread]] = {}
+    options.check()
+    absent, limits = list[str](), Limits(options.slo_ttft_ms, options.slo_tpot_ms)
+    own = options.config is None and options.attach is None and options.url is None
+    given = None if options.prompts is None else read_conversations(options.prompts)
+    schedule_s = () if options.schedule is None else read_schedule(options.schedule)
     with ExitStack() as stack:
-        urls = {f"tiermoe {b}": stack.enter_context(_tiermoe(options, folder, b)) for b in options.budget}
-        if not absent:
-            urls[PEER] = stack.enter_context(_transformers(options, folder))
-        for streams in options.streams:
-            cases = [_case(name, url, str(folder), streams, options, texts, answers) for name, url in urls.items()]
-            measured = interleaved(cases, options.repeats, 1, progress, f"{streams} clients")
-            results |= {(name, streams): spreads for name, spreads in measured.items()}
-    fixed = {"latency_us": LATENCY_US, "prompt_tokens": PROMPT_TOKENS, "model": folder.name}
-    report = Report("serve", "emulated", settings=options.settings(**fixed), not_measured=absent)
-    for (name, streams), spreads in results.items():
-        counted = answers[name, streams][streams * options.requests :]  # without the round of the warm-up
-        report.rows.append({"server": name, "streams": streams} | _row(spreads, counted))
-    report.bars = list(_bars(options, results))
+        if own:
+            absent = [] if has_peer() else [f"transformers serve, which lacks packages: {INSTALL}"]
+            show(Console(stderr=True), *(f"not measured: {peer}" for peer in absent))  # it takes minutes
+            targets = [stack.enter_context(server) for server in _own_servers(options, bool(absent))]
+        else:
+            targets = [stack.enter_context(_target(options))]
+        loads = loads_of(options, given, schedule_s, targets[0].tokenizer)
+        timeline = Timeline(targets[0].deployment)
+        cells = measured(targets, loads, options.repeats, timeline, progress)
+    report = report_of(options, cells, limits, timeline)
+    report.not_measured = absent
+    if own:
+        report.bars = list(_bars(cells, limits))
     return report
 
 
-def _row(spreads: dict[str, Spread], answered: Sequence[Answered]) -> dict[str, Any]:
-    rate, found = spreads["tokens_per_s"], {"ttft": [a.ttft_s for a in answered]}
-    found["tpot"] = [a.tpot_s for a in answered if a.tpot_s is not None]
-    row = {"tokens_per_s": rate.median, "minimum": rate.minimum, "maximum": rate.maximum}
-    for name, values in found.items():
-        for percent in (50, 99):
-            row[f"{name}_p{percent}_ms"] = 1e3 * float(np.percentile(values, percent)) if values else float("nan")
-    gaps = [1e3 * (b - a) for answer in answered for a, b in itertools.pairwise(answer.times_s)]
-    return row | {"requests": len(answered), "between_ms": percentiles(gaps)}
+def report_of(options: Serve, cells: Sequence[Cell], limits: Limits, timeline: Timeline) -> Report:
+    """The report of measured cells; `as_dict` has every request, and what every process did each second."""
+    executors = dict.fromkeys(cell.target.executor for cell in cells)
+    fixed = {"model": cells[0].target.model, "latency_us": LATENCY_US, "prompts_repeat": _repeats(cells)}
+    report = Report("serve", ", ".join(executors), settings=options.settings(**fixed), shown=_SHOWN)
+    rows = [cell.row(limits) for cell in cells]
+    report.rows = rounded([row for row in rows if "refused" not in row])
+    report.refused = [row for row in rows if "refused" in row]
+    report.shown = tuple(name for name in _SHOWN if any(name in row for row in report.rows))
+    report.figures = rounded({
+        "plan": dict(cells[0].target.plan), **timeline.as_dict(), "clients": _clients(cells, timeline.begun_s),
+        "all_requests": [_request(cell, number, one, timeline.begun_s) for cell in cells
+                         for number, repetition in enumerate(cell.repetitions) for one in repetition],
+    })  # fmt: skip
+    return report
 
 
-def _bars(options: Serve, results: dict[tuple[str, int], dict[str, Spread]]) -> Iterator[Bar]:
-    def rates(name: str, streams: int) -> Spread:
-        return results[name, streams]["tokens_per_s"]
+def measured(
+    targets: Sequence[Target], loads: Sequence[Load], repeats: int, timeline: Timeline, progress: Progress | None = None
+) -> list[Cell]:
+    """Every load on every target, in turn; a target that has ended is asked no more.
 
-    first, last = f"tiermoe {options.budget[0]}", f"tiermoe {options.budget[-1]}"
-    if {1, 8} <= set(options.streams):
-        gain = median_ratio(rates(first, 8), rates(first, 1))
-        yield Bar(f"{first}: tokens/s of 8 streams over one", gain, ">=", GAIN)
-    if (PEER, 8) in results:
-        yield Bar(f"{last} over {PEER}, 8 streams", median_ratio(rates(last, 8), rates(PEER, 8)), ">=", SHARE)
-
-
-def _case(
-    name: str, url: str, model: str, streams: int, options: Serve, texts: Sequence[str],
-    answers: dict[tuple[str, int], list[Answered]],
-) -> Case:  # fmt: skip
-    begin = 0
-
-    def run() -> Measures:
-        nonlocal begin
-        count = streams * options.requests
-        chosen = [texts[(begin + i) % len(texts)] for i in range(count)]
-        begin += count
-        started_s = time.perf_counter()
-        found = asyncio.run(_clients(url, model, chosen, streams, options.max_tokens))
-        wall_s = time.perf_counter() - started_s
-        answers.setdefault((name, streams), []).extend(found)
-        return {"tokens_per_s": sum(answered.tokens for answered in found) / wall_s}
-
-    return Case(name, run)
+    Args:
+        timeline: looked at each second, as the targets are.
+    """
+    cells = [Cell(target, load) for load in loads for target in targets]
+    advance, ended = advancing(progress, "repetitions", repeats * len(cells)), dict[str, str]()
+    for repetition in range(repeats):
+        for cell in cells:
+            cell.ended = ended.get(cell.target.name)
+            if cell.ended is None:
+                requests, cell.ended = _driven(cell.target, cell.load, repetition, timeline)
+                cell.repetitions.append(requests)
+                if cell.ended is not None:
+                    ended[cell.target.name] = cell.ended
+                    timeline.note(cell.target.name, cell.ended)
+            advance()
+    return cells
 
 
-async def _clients(url: str, model: str, texts: Sequence[str], streams: int, max_tokens: int) -> list[Answered]:
-    import httpx
-
-    async with httpx.AsyncClient(base_url=url, timeout=REQUEST_S) as http:
-
-        async def client(own: Sequence[str]) -> list[Answered]:
-            return [await _complete(http, model, text, max_tokens) for text in own]
-
-        parts = await asyncio.gather(*(client(texts[i::streams]) for i in range(streams)))
-    return [answered for part in parts for answered in part]
-
-
-async def _complete(http: Any, model: str, text: str, max_tokens: int) -> Answered:
-    """One streamed completion. Raises RuntimeFailure: it failed, or came without its token count."""
-    body = {"model": model, "prompt": text, "max_tokens": max_tokens, "temperature": 0.0, "stream": True,
-            "stream_options": {"include_usage": True}}  # fmt: skip
-    begin_s, answered = time.perf_counter(), Answered()
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            said = (await response.aread()).decode(errors="replace")[:300]
-            raise RuntimeFailure(f"{http.base_url} answers {response.status_code}: {said}", "report this as a bug")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line.removeprefix("data: "))
-            if any(choice.get("text") for choice in chunk.get("choices", ())):
-                answered.times_s.append(time.perf_counter() - begin_s)
-            answered.tokens = (chunk.get("usage") or {}).get("completion_tokens", answered.tokens)
-    if not answered.tokens:
-        raise RuntimeFailure(f"{http.base_url} counted no token of a completion", "report this as a bug")
-    if not answered.times_s:  # tokens without text
-        answered.times_s.append(time.perf_counter() - begin_s)
-    return answered
+def _driven(target: Target, load: Load, repetition: int, timeline: Timeline) -> tuple[list[Answered], str | None]:
+    """A repetition's requests, and why the target has ended, if it has."""
+    driving, ended, next_s = _Driving(target, load, repetition), None, time.monotonic()
+    driving.start()
+    try:
+        while driving.is_alive() and ended is None:
+            ended = target.look()
+            timeline.look()
+            next_s = max(next_s + _LOOK_S, time.monotonic())
+            driving.join(next_s - time.monotonic())
+    finally:
+        driving.stop()
+    if driving.failure is not None:
+        raise driving.failure
+    return driving.requests, ended
 
 
-@contextmanager
-def _tiermoe(options: Serve, folder: Path, budget: str) -> Iterator[str]:
-    """Our server's address."""
-    command = [
-        str(Path(sys.executable).with_name("tiermoe")), "serve", "--model", str(folder), "--model-name", str(folder),
-        "--policy", options.policy, "--budget", budget, "--threads", str(options.threads), "--device", "cpu",
-        "--link-gbps", str(options.link_gbps), "--link-latency-us", str(LATENCY_US), "--port", "0",
-    ]  # fmt: skip
-    with _process(command) as (process, log):
-        while (found := _READY.search(log.read_text(errors="replace"))) is None:
-            _wait(process, log)
-        yield found[0]
+class _Driving(threading.Thread):
+    """`drive` on a thread, so that this one can look after the target."""
 
+    def __init__(self, target: Target, load: Load, repetition: int) -> None:
+        super().__init__(name="tiermoe-load", daemon=True)
+        self._target, self._load, self._repetition = target, load, repetition
+        self._began = threading.Event()
+        self._cancel: Callable[[], None] = lambda: None
+        self.requests: list[Answered] = []
+        self.failure: BaseException | None = None
 
-def _has_peer() -> bool:
-    """Whether `transformers serve` has the packages that it needs."""
-    from transformers.utils.import_utils import is_accelerate_available, is_serve_available
-
-    return bool(is_serve_available() and is_accelerate_available())
-
-
-@contextmanager
-def _transformers(options: Serve, folder: Path) -> Iterator[str]:
-    """The address of transformers' server."""
-    import httpx
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        str(Path(sys.executable).with_name("transformers")), "serve", str(folder), "--continuous-batching",
-        "--device", "cpu", "--dtype", "float32", "--attn-implementation", "sdpa", "--host", "127.0.0.1",
-        "--port", str(port), "--cb-num-blocks", "256", "--cb-block-size", "32", "--cb-max-batch-tokens", "512",
-    ]  # fmt: skip
-    url, threads = f"http://127.0.0.1:{port}", str(options.threads)
-    with _process(["env", f"OMP_NUM_THREADS={threads}", f"MKL_NUM_THREADS={threads}", *command]) as (process, log):
-        while True:
-            try:
-                if httpx.get(f"{url}/health", timeout=5.0).status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            _wait(process, log)
-        yield url
-
-
-@contextmanager
-def _process(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A server and the file of its output; ended with the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    def run(self) -> None:
         try:
-            process.started_s = time.monotonic()  # type: ignore[attr-defined]
-            yield process, log
-        finally:
-            process.terminate()
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            asyncio.run(self._drive())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self.failure = error
+
+    def stop(self) -> None:
+        """End it, if it has not ended; what was under way is unanswered."""
+        self._began.wait(_STOP_S)
+        self._cancel()
+        self.join(_STOP_S)
+
+    async def _drive(self) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def stop() -> None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                loop.call_soon_threadsafe(task.cancel)
+
+        self._cancel = stop
+        self._began.set()
+        one = self._target
+        await drive(one.url, one.model, self._load, self._repetition, key=one.key, answered=self.requests)
 
 
-def _wait(process: subprocess.Popen[bytes], log: Path) -> None:
-    """A moment of a server's start. Raises RuntimeFailure: it ended, or takes too long."""
-    late = time.monotonic() - process.started_s > START_S  # type: ignore[attr-defined]
-    if late or process.poll() is not None:
-        said = log.read_text(errors="replace")[-500:]
-        raise RuntimeFailure(f"a server did not start: {said}", "run the command by hand")
-    time.sleep(0.2)
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def _target(options: Serve) -> Any:
+    """The context manager of the one target that the options name."""
+    if options.url is not None:
+        return nullcontext(at_url(options.url, options.model_name, options.api_key_file))
+    if options.attach is not None:
+        return attached_to(options.attach, options.deployment, options.model)
+    over = {"model": options.model, "policy": options.policy, "threads": options.threads,
+            "budget": next(iter(options.budget), None),
+            "link": None if options.link_gbps is None else {"gbps": options.link_gbps}}  # fmt: skip
+    return placed(checked_config(options.config, {name: value for name, value in over.items() if value is not None}))
+
+
+def _own_servers(options: Serve, alone: bool) -> Iterator[Any]:
+    """Context managers of `tiermoe serve` at each budget and, unless `alone`, of `transformers serve`."""
+    folder = run_config(options.model).model_dir
+    for budget in options.budget or _BUDGETS:
+        yield tiermoe_serve(options, folder, budget)
+    if not alone:
+        yield transformers_serve(options, folder)
+
+
+def loads_of(
+    options: Serve, given: tuple[Conversation, ...] | None, schedule_s: tuple[float, ...], tokenizer: Path | None
+) -> list[Load]:
+    """The loads of the options, each with conversations of its own as long as there are enough.
+
+    Args:
+        given: of the user's file; None: made of the held-out text of the model, or of the default model's.
+        tokenizer: folder of the one that counts the tokens of made prompts; None: that of --model.
+    """
+    ways: list[tuple[dict[str, Any], int]] = [
+        *(({"rate": rate}, options.requests or _OF_OPEN_LOOP) for rate in options.rate),
+        *([({"schedule_s": schedule_s}, options.requests or len(schedule_s))] if schedule_s else []),
+    ]
+    if not ways:
+        each = options.requests or _OF_CLIENT
+        ways = [({"clients": clients}, clients * each) for clients in options.streams or _STREAMS]
+    count = sum(options.repeats * requests for _, requests in ways)
+    most = max(requests for _, requests in ways) if options.warmup is None else options.warmup
+    if given is None:
+        folder = tokenizer or run_config(options.model).model_dir
+        texts = heldout_texts(folder) or heldout_texts(run_config(None).model_dir)
+        if not texts:
+            raise RequestError(f"'{folder}' has no held-out text to make prompts of", "give --prompts FILE")
+        made = options.prompt_tokens, options.repeated, options.seed
+        given = made_conversations(texts, load_tokenizer(folder), count + most, *made)
+    loads, first = [], 0
+    for way, requests in ways:
+        warmup = requests if options.warmup is None else options.warmup
+        loads.append(Load(
+            given, requests, options.max_tokens, warmup=warmup, first=first, seed=options.seed,
+            ignore_eos=options.ignore_eos, **way,
+        ))  # fmt: skip
+        first += options.repeats * requests
+    return loads
+
+
+def _repeats(cells: Sequence[Cell]) -> bool:
+    """Whether a server was asked the same twice, so that it may have had it in its cache."""
+    asked = sum(len(cell.repetitions) * cell.load.requests for cell in cells if cell.target is cells[0].target)
+    return asked > len(cells[0].load.pool)
+
+
+# -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def _request(cell: Cell, repetition: int, one: Answered, begun_s: float) -> dict[str, Any]:
+    row = {"server": cell.target.name, "load": cell.load.name, "repetition": repetition,
+           "t_s": one.arrived_s - begun_s, "sent_ms": 1e3 * one.sent_s, "e2e_ms": 1e3 * one.ended_s}  # fmt: skip
+    if one.error is not None:
+        return row | {"error": one.error}
+    return row | {
+        "ttft_ms": 1e3 * one.ttft_s, "tpot_ms": None if one.tpot_s is None else 1e3 * one.tpot_s, "tokens": one.tokens,
+        "counted": one.counted, "prompt_tokens": one.prompt_tokens, "cached_tokens": one.cached_tokens,
+    }  # fmt: skip
+
+
+def _clients(cells: Sequence[Cell], begun_s: float) -> list[dict[str, Any]]:
+    """By server and second: tokens that came, requests under way, and requests that failed then."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+
+    def at(cell: Cell, moment_s: float) -> dict[str, float]:
+        key = cell.target.name, int(moment_s - begun_s)
+        return found.setdefault(key, {"tokens_per_s": 0.0, "running": 0.0, "failed": 0.0})
+
+    for cell in cells:
+        for one in cell.requests:
+            end_s = one.arrived_s + one.ended_s
+            for moment_s in one.times_s:
+                at(cell, one.arrived_s + moment_s)["tokens_per_s"] += one.tokens / len(one.times_s)
+            for second in range(int(one.arrived_s - begun_s), int(end_s - begun_s) + 1):
+                inside_s = min(end_s, begun_s + second + 1) - max(one.arrived_s, begun_s + second)
+                at(cell, begun_s + second)["running"] += inside_s
+            if one.error is not None:
+                at(cell, end_s)["failed"] += 1
+    return [{"server": server, "t_s": second} | row for (server, second), row in sorted(found.items())]
+
+
+def _bars(cells: Sequence[Cell], limits: Limits) -> Iterator[Bar]:
+    rates = {(cell.target.name, cell.load.clients): Spread.of(found) for cell in cells
+             if (found := cell.values(limits).get("tokens_per_s"))}  # fmt: skip
+    ours = [cell.target.name for cell in cells if cell.target.name != PEER]
+    first, last = ours[0], ours[-1]
+    if {(first, 1), (first, 8)} <= rates.keys():
+        gain = median_ratio(rates[first, 8], rates[first, 1])
+        yield Bar(f"{first}: tokens/s of 8 streams over one", gain, ">=", GAIN)
+    if {(PEER, 8), (last, 8)} <= rates.keys():
+        yield Bar(f"{last} over {PEER}, 8 streams", median_ratio(rates[last, 8], rates[PEER, 8]), ">=", SHARE)

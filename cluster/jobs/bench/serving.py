@@ -69,16 +69,20 @@ def heldout_prompts(model_dir: Path, count: int, tokens: int, at_least: int | No
     """
     least = count if at_least is None else at_least
     tokenizer = load_tokenizer(model_dir)
-    kinds = [
-        [json.loads(line)["text"] for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-        for path in sorted((model_dir / "heldout").glob("*.jsonl"))
-    ]
-    texts = [text for group in itertools.zip_longest(*kinds) for text in group if text is not None]
-    prompts = [tuple(tokenizer.encode(text).ids[:tokens]) for text in texts]
+    prompts = [tuple(tokenizer.encode(text).ids[:tokens]) for text in heldout_texts(model_dir)]
     prompts = [prompt for prompt in prompts if len(prompt) == tokens][:count]
     if len(prompts) < least:
         raise CheckpointError(f"'{model_dir}' has no {least} held-out passages", "use the default model")
     return prompts
+
+
+def heldout_texts(model_dir: Path) -> list[str]:
+    """The held-out passages of a model; the kinds of text take turns. Empty: it has none."""
+    kinds = [
+        [json.loads(line)["text"] for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        for path in sorted((model_dir / "heldout").glob("*.jsonl"))
+    ]
+    return [text for group in itertools.zip_longest(*kinds) for text in group if text is not None]
 
 
 def serve(
