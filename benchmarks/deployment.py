@@ -257,7 +257,7 @@ def _swept(
                "batch": each, "policy": point.policy}  # fmt: skip
         for row in record["rows"]:
             if all(row.get(key) == value for key, value in cell.items()):
-                if "kind" in row.get("refused", {}) or "tokens_per_s" not in row:
+                if "refused" in row:
                     report.refused.append(own | row)
                 else:
                     found[point, each] = own | _measured(row)

@@ -23,6 +23,7 @@ from ....errors import ConfigError, TierMoeError, rebuilt
 from ...config import RunConfig, load_run_config
 from ...report.results import refused_row
 from ...yaml_file import explain, merged, read_yaml
+from ..ending import signalled
 from .cases import Serve
 from .cells import Journal
 from .load import Limits, read_conversations, read_schedule
@@ -183,6 +184,8 @@ def run_sweep(
                     for index, of_load in zip(own, figures, strict=True):
                         found[index].append(of_load)
             except TierMoeError as error:
+                if signalled() is not None:  # what Ray's client made of the signal
+                    raise
                 refused |= {i: refused_row(error, cell=cells[i].name, **cells[i].values) for i in own}
             advance()
     rows = {index: _row(cell, found[index]) for index, cell in enumerate(cells) if index not in refused}
