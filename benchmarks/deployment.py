@@ -124,7 +124,7 @@ def deployment(options: Deployment, progress: Progress | None) -> Report:
         if options.layers:
             models.append(_random(options.layers))
         advance = advancing(progress, "models and nodes", len(models) * len(options.nodes) + 2)
-        message = _message_us(progress)
+        message = _message_us()
         advance()
         report.figures["message_us"] = message
         for model in models:
@@ -308,12 +308,13 @@ def machine_of_point(point: Point, recorded: Recorded, options: Deployment, mess
     """The recording's machine with the point's GPUs, links, cables and NDP workers.
 
     An NDP worker computes as the recorded CPU does. Messages between nodes take half of a measured round trip by gRPC
-    each way, and their bytes the cable's bandwidth.
+    each way, and their bytes the cable's bandwidth; of the lead's host half of one by shared memory, which has no more
+    than encoding and decoding.
     """
     found = load_machine(recorded.header, None, options.link_gbps, LATENCY_US)
     hop_us, peer_gbps = message["grpc_us"] / 2 + options.delay_us, options.gbit / 8
     changes: dict[str, Any] = {
-        "gpus": point.shards, "peer_gbps": peer_gbps, "peer_us": hop_us, "message_s": message["host_us"] * 1e-6,
+        "gpus": point.shards, "peer_gbps": peer_gbps, "peer_us": hop_us, "message_s": message["shm_us"] * 1e-6 / 2,
     }  # fmt: skip
     if point.ndp:
         weights = recorded.header.slot_bytes / (4 if recorded.header.expert_dtype == "float32" else 2)
@@ -329,25 +330,22 @@ def machine_of_point(point: Point, recorded: Recorded, options: Deployment, mess
 # -- a message's part of a layer ---------------------------------------------------------------------------------------
 
 
-def _message_us(progress: Progress | None) -> dict[str, float]:
-    """Microseconds of the lead in a layer for its one message to another GPU of this node, everything resident.
+def _message_us() -> dict[str, float]:
+    """layer_us: microseconds of the lead in a layer for its one message to another GPU of this node.
 
-    layer_us: sending, and joining the answer after its own part, by wall-clock, so with what the peer takes longer than
-    the lead. host_us: of it the processor's time, for sending and taking, a message. grpc_us: 8 KiB there and back to
-    another process by gRPC.
+    Everything is resident, one request: sending, and joining the answer after its own part, so with what the peer takes
+    longer than the lead. shm_us, grpc_us: 8 KiB there and back to another process, by shared memory and by gRPC.
     """
     from tiermoe.actors.engine.host_times import host_passes
 
     prompts = heldout_prompts(default_model_dir(), 1, PROMPT_TOKENS)
     config = run_config(None, None, policy="all-resident", budget="1.0", cluster={"shards": 2})
-    found: dict[str, float] = {}
     with closing(start_worker(config)) as worker:
         serve(worker.submit, prompts, TOKENS)
-        for name, clock in (("layer_us", time.perf_counter), ("host_us", time.thread_time)):
-            with host_passes(worker.engine, ("send", "join"), clock) as passes:
-                serve(worker.submit, prompts, TOKENS)
-            found[name] = 1e6 * median(one.parts["send"] + one.parts["join"] for one in passes if one.tokens == 1)
-    return found | {"grpc_us": round_trip_us("grpc")}
+        with host_passes(worker.engine, ("send", "join")) as passes:
+            serve(worker.submit, prompts, TOKENS)
+    part_s = median(one.parts["send"] + one.parts["join"] for one in passes if one.tokens == 1)
+    return {"layer_us": 1e6 * part_s, "shm_us": round_trip_us("shm"), "grpc_us": round_trip_us("grpc")}
 
 
 # -- a worker that is killed -------------------------------------------------------------------------------------------
