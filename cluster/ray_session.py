@@ -132,10 +132,11 @@ def join(address: str, variables: dict[str, str] | None = None) -> None:
         try:
             ray.init(address=address, **options, **_OPTIONS)
         except Exception as error:
-            raise RuntimeFailure(
-                f"cannot join the Ray at '{address}' ({type(error).__name__}: {_line(error)})",
-                "check that both sides have the same token (~/.ray/auth_token) and the same versions of Ray and Python",
-            ) from error
+            remedy = "check that both sides have the same token (~/.ray/auth_token) and versions of Ray and Python"
+            if address == "auto":  # none was found, or several on one machine
+                remedy = "give HOST:PORT of the one that is meant (`ray start --head` prints it)"
+            what = f"cannot join the Ray at '{address}' ({type(error).__name__}: {_line(error)})"
+            raise RuntimeFailure(what, remedy) from error
 
 
 def environment_of(variables: dict[str, str]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Cluster:
         variables = json.dumps({"env_vars": {"TMPDIR": str(folder)}})
         submitted = self.submit(*entrypoint, options=[*options, "--runtime-env-json", variables])
         assert submitted.returncode == 0, submitted.stdout + submitted.stderr
-        words = "ready at" if entrypoint[1] == "up" else "batch 1: 1/"
+        words = {"up": "ready at", "bench": "repetitions: 1/"}.get(entrypoint[1], "batch 1: 1/")
         asyncio.run(asyncio.wait_for(_said(self, name, words), _WAIT_S))
         wanted = list(entrypoint[1:])  # a script's interpreter is named before it, or not
         processes = [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-len(wanted) :] == wanted]
@@ -129,18 +129,33 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         scratch.close()
 
 
-def test_a_benchmark_runs_as_a_job(cluster: Cluster, tmp_path: Path) -> None:
+_LOAD = ["--streams", "2", "--repeats", "2", "--max-tokens", "64", "--ignore-eos"]
+
+
+def test_a_deployment_is_measured_by_a_job(cluster: Cluster, tmp_path: Path) -> None:
     """As issue and documentation write it, on a node that is not the head's."""
     out = tmp_path / "out.json"
-    words = ["--repeats", "1", "--prompt-tokens", "32", "--policy", "on-demand"]
-    words += ["--budget", "1.0", "--link-gbps", "100", "--config", "job.yaml", "--json", str(out)]
     on_second = ["--entrypoint-resources", '{"second": 1}']
-    done = cluster.submit(_TIERMOE, "bench", "ttft", *words, options=on_second)
+    words = [_TIERMOE, "bench", "serve", "--config", "job.yaml", *_LOAD, "--json", str(out)]
+    done = cluster.submit(*words, options=on_second)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "measuring: 4/4" in done.stdout
-    assert "not taken from 'job.yaml', this benchmark sets: budget, ray, threads" in done.stdout
+    assert "repetitions: 2/2" in done.stdout
     record = json.loads(out.read_text())
-    assert (record["name"], record["executor"], record["settings"]["config"]) == ("ttft", "emulated", "job.yaml")
+    assert (record["name"], record["executor"], record["settings"]["config"]) == ("serve", "emulated", "job.yaml")
+    assert len(record["nodes"]) == 2
+    assert {row["worker"] for row in record["workers"]} == {"lead", "store/0", "edge/0"}
+    assert _none_runs(cluster)
+
+
+def test_a_benchmark_that_has_no_use_for_a_cluster_refuses_one(cluster: Cluster) -> None:
+    done = cluster.submit(_TIERMOE, "bench", "ttft", "--config", "job.yaml")
+    assert done.returncode == 1
+    assert "'job.yaml': key 'ray.address': this benchmark runs in one process" in done.stdout
+
+
+def _none_runs(cluster: Cluster) -> bool:
+    status = cluster.run(_TIERMOE, "status", "--address", cluster.address)
+    return status.returncode == 1 and "no deployment runs at" in status.stderr
 
 
 _POLICY = """
@@ -216,21 +231,25 @@ def test_a_benchmark_that_is_ended_midway_leaves_nothing(cluster: Cluster, how: 
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_a_runtime_that_is_ended_leaves_nothing(cluster: Cluster, how: str, tmp_path: Path) -> None:
-    """The job keeps a runtime in the cluster; its actors end with it, however it ends."""
-    driver = cluster.begin(f"up-{how}", tmp_path, _TIERMOE, "up", "--config", "job.yaml")
+@pytest.mark.parametrize("command", [["up"], ["bench", "serve", *_LOAD, "--repeats", "99"]], ids=["up", "bench"])
+def test_a_runtime_that_is_ended_leaves_nothing(
+    cluster: Cluster, command: list[str], how: str, tmp_path: Path
+) -> None:
+    """The job has a runtime in the cluster; its actors end with it, however it ends."""
+    job = f"{command[0]}-{how}"
+    driver = cluster.begin(job, tmp_path, _TIERMOE, *command, "--config", "job.yaml")
     status = cluster.run(_TIERMOE, "status", "--address", cluster.address, "--json")
     assert status.returncode == 0, status.stderr
     (deployment,) = json.loads(status.stdout)["deployments"]
-    assert {actor["role"]: actor["state"] for actor in deployment["actors"]} == {"lead": "ALIVE", "store/0": "ALIVE"}
+    server = {"edge/0": "ALIVE"} if command[0] == "bench" else {}
+    states = {actor["role"]: actor["state"] for actor in deployment["actors"]}
+    assert states == {"lead": "ALIVE", "store/0": "ALIVE"} | server
     actors = [psutil.Process(actor["pid"]) for actor in deployment["actors"]]
 
-    _end(cluster, f"up-{how}", driver, how)
+    _end(cluster, job, driver, how)
     _, alive = psutil.wait_procs([*actors, driver], timeout=_GONE_S)
     assert not alive
-    status = cluster.run(_TIERMOE, "status", "--address", cluster.address)
-    assert status.returncode == 1
-    assert "no deployment runs at" in status.stderr
+    assert _none_runs(cluster)
     if how == "stopped":  # the entry of one that was killed is removed by whoever reads it next on that machine
         assert not list(cluster.runtime.iterdir())
     assert not _left_in(tmp_path)

@@ -24,6 +24,7 @@ from tiermoe.cluster.jobs.bench.metrics import (
 )
 from tiermoe.cluster.jobs.bench.serving import overridden
 from tiermoe.cluster.jobs.local_worker import run_config
+from tiermoe.errors import ConfigError
 
 
 def test_cases_take_turns_and_warm_up_rounds_do_not_count() -> None:
@@ -60,7 +61,7 @@ def test_words_that_mean_nothing_are_refused(words: list[str], monkeypatch: pyte
 
 SERVING = {
     "overhead", "host", "prefetch", "ttft", "turns", "scale", "ndp", "default", "compare", "fmoe", "moepic",
-    "activeevict", "buddymoe", "auto-emulated", "quality", "drafts",
+    "activeevict", "buddymoe", "auto-emulated", "quality", "drafts", "serve",
 }  # fmt: skip
 
 
@@ -78,12 +79,28 @@ def test_every_benchmark_takes_the_common_options() -> None:
 
 
 def test_keys_that_a_benchmark_sets_itself_are_named(tmp_path: Path) -> None:
-    """Guards against shards that were started, and said not to be, by a file for a cluster."""
     file = tmp_path / "job.yaml"
-    file.write_text("policy: on-demand\nthreads: 2\nkv:\n  page_size: 32\ncluster:\n  shards: 4\n")
-    assert overridden(str(file), cases.Ttft.own_keys) == ["cluster", "policy", "threads"]
+    file.write_text("policy: on-demand\nthreads: 1\nkv:\n  page_size: 32\ncluster:\n  ndp_workers: 2\n")
+    assert overridden(str(file), cases.Ttft.own_keys) == ["policy"]
     config = run_config(None, str(file), policy="next-gate")
-    assert (config.policy, config.threads, config.kv.page_size, config.cluster.shards) == ("next-gate", 1, 32, 1)
+    assert (config.policy, config.threads, config.kv.page_size, config.cluster.ndp_workers) == ("next-gate", 1, 32, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("threads: 2", "threads"), ("request_deadline_s: 5", "request_deadline_s"),
+        ("ray: {address: '127.0.0.1:1'}", "ray.address"), ("cluster: {shards: 4}", "cluster.shards"),
+        ("cluster: {store: {nodes: marked}}", "cluster.store"),
+        ("cluster: {ndp_workers: per-node}", "cluster.ndp_workers"),
+    ],
+)  # fmt: skip
+def test_keys_that_only_a_deployment_has_are_refused(text: str, key: str, tmp_path: Path) -> None:
+    """Guards against a file for a cluster whose shards a benchmark said that it did not start, and was measured."""
+    file = tmp_path / "job.yaml"
+    file.write_text(f"{text}\n")
+    with pytest.raises(ConfigError, match=f"key '{key}'.*bench serve --config"):
+        overridden(str(file), cases.Ttft.own_keys)
 
 
 def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:

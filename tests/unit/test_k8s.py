@@ -218,8 +218,8 @@ def test_the_groups_hold_what_is_planned(path: Path) -> None:
 
 
 def test_the_service_reaches_the_server_and_its_end_has_time() -> None:
-    assert [path.name for path in _MANIFESTS] == ["rayjob.yaml", "serve.yaml"]
-    service, job = _documents(_MANIFESTS[1])
+    assert [path.name for path in _MANIFESTS] == ["bench.yaml", "rayjob.yaml", "serve.yaml"]
+    service, job = _documents(_MANIFESTS[2])
     head = _cluster(job)["headGroupSpec"]["template"]
     assert head["metadata"]["labels"] == service["spec"]["selector"]
     words = job["spec"]["entrypoint"].split()

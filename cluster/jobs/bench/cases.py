@@ -98,6 +98,7 @@ class Serve(Options):
         (), description="Device memory for experts; with --config over the file's; else 0.25 and 0.5, of which the "
         "bars judge the first and the last; may be repeated.",
     )  # fmt: skip
+    store: str | None = Field(None, description="Folder of the expert store; with --config over the file's.")
     policy: str | None = Field(None, description="Policy; with --config over the file's; else next-gate.")
     threads: int | None = Field(None, ge=1, description="Compute threads; with --config over the file's; else 1.")
     link_gbps: float | None = Field(
@@ -117,7 +118,7 @@ class Serve(Options):
             return [_option_name(name) for name in names if getattr(self, name) not in (None, ())]
 
         targets, arrivals = given("config", "attach", "url"), given("streams", "rate", "schedule")
-        of_runtime, runs = given("policy", "budget", "threads", "link_gbps"), given("attach", "url")
+        of_runtime, runs = given("policy", "budget", "threads", "link_gbps", "store"), given("attach", "url")
         lone = [] if self.url is not None else given("model_name", "api_key_file")
         lone += [] if self.attach is not None else given("deployment")
         refuse_first((
@@ -127,6 +128,8 @@ class Serve(Options):
                     "give its --url or --attach"),
             Refusal(bool(runs and of_runtime), f"{''.join(of_runtime[:1])} belongs to a runtime that is started, and "
                     f"that of {''.join(runs)} runs already", "leave it out, or give --config"),
+            Refusal(not targets and self.store is not None, "--store is given without --config",
+                    "give --config, or leave it out"),
             Refusal(bool(targets) and len(self.budget) > 1, "--budget is given twice for one runtime", "give one"),
         ))  # fmt: skip
 

@@ -85,7 +85,7 @@ def file_or_folder(out: Path | None) -> tuple[Path | None, Path | None]:
 
 
 def say_overridden(config: str | None, fixed: Collection[str]) -> None:
-    """Print the keys of a configuration file that the benchmark sets itself."""
+    """Print the keys of a configuration file that the benchmark sets itself. Raises as `overridden`."""
     if config is None:
         return
     from .serving import overridden

@@ -79,7 +79,7 @@ class Load:
         ways = [self.clients is not None, self.rate is not None, bool(self.schedule_s)]
         if sum(ways) != 1:
             raise ConfigError("a load has clients, a rate or a schedule", "give one of them")
-        if not self.pool or self.requests < 1 or self.max_tokens < 1 or (self.clients or 1) < 1:
+        if not self.pool or min(self.requests, self.max_tokens, 1 if self.clients is None else self.clients) < 1:
             raise ConfigError("a load has no request, token or client", "give at least one of each")
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise ConfigError(f"a rate of {self.rate:g} requests a second", "give a number above 0")

@@ -24,10 +24,14 @@ _READY = re.compile(r"http://\S+(?=/v1)")
 
 @contextmanager
 def tiermoe_serve(options: Serve, folder: Path, budget: str) -> Iterator[Target]:
-    """Ours, on the emulated link. Raises RuntimeFailure: it did not start."""
+    """Ours, on the emulated link. Raises RuntimeFailure: it did not start.
+
+    Args:
+        options: with policy, threads and link.
+    """
     command = [
         str(Path(sys.executable).with_name("tiermoe")), "serve", "--model", str(folder), "--model-name", str(folder),
-        "--policy", options.policy, "--budget", budget, "--threads", str(options.threads), "--device", "cpu",
+        "--policy", str(options.policy), "--budget", budget, "--threads", str(options.threads), "--device", "cpu",
         "--link-gbps", str(options.link_gbps), "--link-latency-us", str(LATENCY_US), "--port", "0",
     ]  # fmt: skip
     with _process(command) as (process, log):

@@ -47,7 +47,8 @@ from .targets import Target, at_url, attached_to, placed
 from .timeline import Timeline
 
 GAIN, SHARE = 3.0, 0.6  # bars
-_STREAMS, _BUDGETS = (1, 4, 8, 16), ("0.25", "0.5")  # where none are given
+_STREAMS = (1, 4, 8, 16)  # where none are given
+_OWN = {"budget": ("0.25", "0.5"), "policy": "next-gate", "threads": 1, "link_gbps": 16.0}  # as well, of own servers
 _OF_CLIENT, _OF_OPEN_LOOP = 2, 30  # requests, where no number is given
 _LOOK_S = 1.0
 _STOP_S = 10.0
@@ -120,6 +121,7 @@ def serve(options: Serve, progress: Progress | None) -> Report:
     schedule_s = () if options.schedule is None else read_schedule(options.schedule)
     with ExitStack() as stack:
         if own:
+            options = options.model_copy(update={n: v for n, v in _OWN.items() if getattr(options, n) in (None, ())})
             absent = [] if has_peer() else [f"transformers serve, which lacks packages: {INSTALL}"]
             show(Console(stderr=True), *(f"not measured: {peer}" for peer in absent))  # it takes minutes
             targets = [stack.enter_context(server) for server in _own_servers(options, bool(absent))]
@@ -131,6 +133,7 @@ def serve(options: Serve, progress: Progress | None) -> Report:
     report = report_of(options, cells, limits, timeline)
     report.not_measured = absent
     if own:
+        report.settings["latency_us"] = LATENCY_US
         report.bars = list(_bars(cells, limits))
     return report
 
@@ -138,11 +141,13 @@ def serve(options: Serve, progress: Progress | None) -> Report:
 def report_of(options: Serve, cells: Sequence[Cell], limits: Limits, timeline: Timeline) -> Report:
     """The report of measured cells; `as_dict` has every request, and what every process did each second."""
     executors = dict.fromkeys(cell.target.executor for cell in cells)
-    fixed = {"model": cells[0].target.model, "latency_us": LATENCY_US, "prompts_repeat": _repeats(cells)}
+    fixed = {"model": Path(cells[0].target.model).name, "prompts_repeat": _repeats(cells)}
     report = Report("serve", ", ".join(executors), settings=options.settings(**fixed), shown=_SHOWN)
     rows = [cell.row(limits) for cell in cells]
     report.rows = rounded([row for row in rows if "refused" not in row])
     report.refused = [row for row in rows if "refused" in row]
+    loads = {cell.load.name: cell.load for cell in cells}.values()
+    report.settings["streams"] = [load.clients for load in loads if load.clients]
     report.shown = tuple(name for name in _SHOWN if any(name in row for row in report.rows))
     report.figures = rounded({
         "plan": dict(cells[0].target.plan), **timeline.as_dict(), "clients": _clients(cells, timeline.begun_s),
@@ -218,16 +223,18 @@ class _Driving(threading.Thread):
         self.join(_STOP_S)
 
     async def _drive(self) -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        one, loop = self._target, asyncio.get_running_loop()
+        task = asyncio.create_task(
+            drive(one.url, one.model, self._load, self._repetition, key=one.key, answered=self.requests)
+        )
 
-        def stop() -> None:
-            with contextlib.suppress(RuntimeError):  # it has ended
+        def cancel() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(task.cancel)
 
-        self._cancel = stop
+        self._cancel = cancel
         self._began.set()
-        one = self._target
-        await drive(one.url, one.model, self._load, self._repetition, key=one.key, answered=self.requests)
+        await task
 
 
 # -- what is asked for -------------------------------------------------------------------------------------------------
@@ -239,7 +246,7 @@ def _target(options: Serve) -> Any:
         return nullcontext(at_url(options.url, options.model_name, options.api_key_file))
     if options.attach is not None:
         return attached_to(options.attach, options.deployment, options.model)
-    over = {"model": options.model, "policy": options.policy, "threads": options.threads,
+    over = {"model": options.model, "policy": options.policy, "threads": options.threads, "store": options.store,
             "budget": next(iter(options.budget), None),
             "link": None if options.link_gbps is None else {"gbps": options.link_gbps}}  # fmt: skip
     return placed(checked_config(options.config, {name: value for name, value in over.items() if value is not None}))
@@ -248,7 +255,7 @@ def _target(options: Serve) -> Any:
 def _own_servers(options: Serve, alone: bool) -> Iterator[Any]:
     """Context managers of `tiermoe serve` at each budget and, unless `alone`, of `transformers serve`."""
     folder = run_config(options.model).model_dir
-    for budget in options.budget or _BUDGETS:
+    for budget in options.budget:
         yield tiermoe_serve(options, folder, budget)
     if not alone:
         yield transformers_serve(options, folder)

@@ -76,7 +76,7 @@ def _rows(record: Record) -> list[dict[str, Any]]:
     return [row for row in record["rows"] if "refused" not in row]
 
 
-def _ranged(row: Row, name: str, digits: int = 3) -> str:
+def _ranged(row: Row, name: str, digits: int = 4) -> str:
     """A mean with its 95% interval."""
     if row.get(name) is None:
         return "-"
@@ -150,7 +150,7 @@ def _blank(value: float, form: str) -> str:
 
 
 def _peers(record: Record) -> list[str]:
-    """Means over the seconds in which something went between two processes."""
+    """Means over the seconds of each pair of processes."""
     head = ("from", "to", "rows/s there", "rows/s back", "MB/s there", "MB/s back", "waited")
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in record["peers"]:

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from ....actors.requests import Generation, GenerationRequest, SamplingParams
 from ....actors.settings import LinkSettings
 from ....errors import CheckpointError, ConfigError, RequestError, RuntimeFailure
 from ...config import (
+    ClusterConfig,
+    RaySettings,
     RunConfig,
     engine_settings,
     load_policy,
@@ -41,6 +43,7 @@ Prompt = tuple[int, ...]
 _CALIBRATION_TEXT = "calibration"  # folder of a checkpoint: text that is neither trained nor measured on
 _CALIBRATION_RUNS = 3  # prompts on which computing is measured, and runs of each
 _LINKED_BYTES = 64 << 20  # from here on a file of a store is linked, not copied
+_OF_WORKERS = ("ownership", "ndp_workers")  # keys of `cluster` that hold without Ray, too
 _MEASURED = frozenset({2, 5, 8})  # of ten documents, spread so that all kinds of text are on both sides
 
 Submit = Callable[[GenerationRequest], Any]
@@ -48,14 +51,33 @@ _ids = itertools.count()
 
 
 def overridden(file: str, fixed: Collection[str]) -> list[str]:
-    """Keys that a configuration file sets and a benchmark ignores.
+    """Keys of a configuration file that a benchmark sets itself.
 
     Args:
         file: YAML file, or a name in configs/clusters.
         fixed: keys that the benchmark sets itself.
+
+    Raises:
+        ConfigError: the file asks for what only a deployment has, and this benchmark runs workers in its own process.
     """
-    unused = {"threads", "ray", "cluster", "hardware", "request_deadline_s", *fixed}
-    return sorted(load_run_config(file).model_fields_set & unused)
+    config = load_run_config(file)
+    for key in _of_deployments(config):
+        what = f"'{file}': key '{key}': this benchmark runs in one process, on one thread and without Ray"
+        raise ConfigError(what, f"leave it out, or measure a deployment: `tiermoe bench serve --config {file}`")
+    return sorted(config.model_fields_set & set(fixed))
+
+
+def _of_deployments(config: RunConfig) -> Iterator[str]:
+    """Keys whose values a worker without Ray, as `run_config` makes it, cannot have."""
+    if config.threads not in (None, 1):
+        yield "threads"
+    if "request_deadline_s" in config.model_fields_set:
+        yield "request_deadline_s"
+    for section, given, none in (("ray", config.ray, RaySettings()), ("cluster", config.cluster, ClusterConfig())):
+        for name in sorted(given.model_fields_set):
+            counts = name in _OF_WORKERS and getattr(given, name) != "per-node"
+            if not counts and getattr(given, name) != getattr(none, name):
+                yield f"{section}.{name}"
 
 
 def heldout_prompts(model_dir: Path, count: int, tokens: int, at_least: int | None = None) -> list[Prompt]:

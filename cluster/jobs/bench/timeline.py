@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....actors.engine.stats import needed_shares
@@ -78,24 +78,32 @@ class Timeline:
         second (of those in seconds the share of the time). peers: what went between two processes. lost: what died,
         ended, fell silent, came back or joined, and when.
         """
-        return {"nodes": self._nodes, "workers": self._workers, "peers": self._peers, "lost": self._lost}
+        workers, peers = (_without_zeros(rows) for rows in (self._workers, self._peers))
+        return {"nodes": self._nodes, "workers": workers, "peers": peers, "lost": self._lost}
 
     def _lose(self, t_s: float, what: str, sample: Sample) -> None:
         self._lost.append({"t_s": t_s, "worker": sample.worker, "node": sample.host or "", "what": what})
 
     def _add(self, t_s: float, sample: Sample, rates: SampleRates) -> None:
         where = {"t_s": t_s, "worker": sample.worker, "kind": sample.kind, "node": sample.host or ""}
-        counted = _without_zeros(rates.counters)
-        row = where | {"rss_mib": sample.rss_bytes / 2**20, "cpu": rates.cpu, "rates": counted}
+        row = where | {"rss_mib": sample.rss_bytes / 2**20, "cpu": rates.cpu, "rates": rates.counters}
         if "step_s" in rates.counters:
             row["host"] = max(0.0, rates.counters["step_s"] - sum(rates.counters.get(name, 0.0) for name in _WAITS))
         if (shares := needed_shares(rates.counters)) is not None:
             row["shares"] = shares
         self._workers.append(row)
         for peer, traffic in rates.peers.items():
-            if moved := _without_zeros(traffic):
-                self._peers.append({"t_s": t_s, "worker": sample.worker, "peer": peer, "rates": moved})
+            self._peers.append({"t_s": t_s, "worker": sample.worker, "peer": peer, "rates": traffic})
 
 
-def _without_zeros(rates: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in rates.items() if value}
+def _without_zeros(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without counters that were never other than zero in a process, or between two."""
+    moved: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        names = {name for name, value in row["rates"].items() if value}
+        moved.setdefault((row["worker"], row.get("peer", "")), set()).update(names)
+    found = []
+    for row in rows:
+        names = moved[row["worker"], row.get("peer", "")]
+        found.append({**row, "rates": {name: value for name, value in row["rates"].items() if name in names}})
+    return found

@@ -1,0 +1,114 @@
+"""`tiermoe bench serve --url`: exit codes, the result, options that do not go together; no Ray, no model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_openai import fake_openai
+
+from tiermoe.cluster.jobs.bench.cases import Serve
+from tiermoe.cluster.jobs.bench.load import Conversation, Load
+from tiermoe.cluster.jobs.bench.serve import measured
+from tiermoe.cluster.jobs.bench.targets import Target
+from tiermoe.cluster.jobs.bench.timeline import Timeline
+from tiermoe.errors import ConfigError
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"prompt {number}\n" for number in range(40)))
+    return file
+
+
+def test_some_are_answered(command: Any, prompts: Path, tmp_path: Path) -> None:
+    """Requests that fail are part of the result, and the exit code is 0."""
+    out = tmp_path / "out"
+    with fake_openai(fails={2: 503}) as server:
+        words = ["--url", f"{server.url}/v1/", "--prompts", prompts, "--repeats", 2, "--warmup", 1, "--rate", 200.0]
+        code, _, err = command(
+            "bench", "serve", *words, "--rate", 100.0, "--requests", 5, "--slo-ttft-ms", 60_000, "--out", out
+        )
+    assert code == 0, err
+    record = json.loads((out / "serve.json").read_text())
+    assert [(row["load"], row["requests"], row["failed"], row["errors"]) for row in record["rows"]] == [
+        ("200 requests/s", 9, 1, {"HTTP 503": 1}), ("100 requests/s", 10, 0, {}),
+    ]  # fmt: skip
+    assert [row["good_share"] for row in record["rows"]] == [0.9, 1.0]
+    assert all(row["tokens_per_s_low"] <= row["tokens_per_s"] <= row["tokens_per_s_high"] for row in record["rows"])
+    assert len(record["all_requests"]) == 20
+    asked = [body["prompt"] for _, body in server.asked if body["prompt"] not in ("prompt 39",)]
+    assert len(asked) == len(set(asked)) == 20  # each repetition and load has prompts of its own
+    assert {body["model"] for _, body in server.asked} == {"words"}
+    assert not record["settings"]["prompts_repeat"]
+    page = (out / "serve.md").read_text()
+    assert "| HTTP 503 | 1 |" in page
+    assert (out / "serve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_none_is_answered(command: Any, prompts: Path) -> None:
+    with fake_openai(fails=dict.fromkeys(range(100), 429)) as server:
+        words = ["--url", server.url, "--prompts", prompts, "--streams", 2, "--repeats", 1, "--warmup", 0, "--json"]
+        code, out, err = command("bench", "serve", *words)
+    assert code == 1
+    (row,) = json.loads(out)["rows"]
+    assert row["refused"].startswith("no request was answered: HTTP 429 (4)")
+    assert "2 clients: no request was answered: HTTP 429 (4)" in err
+
+
+def test_no_server_is_there(command: Any, prompts: Path) -> None:
+    code, _, err = command("bench", "serve", "--url", "http://127.0.0.1:9", "--prompts", prompts)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "no server lists its models at http://127.0.0.1:9/v1/models" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"url": "u", "attach": "a"}, "--attach and --url both"),
+        ({"config": "c", "url": "u"}, "--config and --url both"),
+        ({"streams": (1,), "rate": (1.0,)}, "--streams and --rate both"),
+        ({"rate": (1.0,), "schedule": Path("s")}, "--rate and --schedule both"),
+        ({"model_name": "m"}, "--model-name belongs to a server"), ({"deployment": "d"}, "--deployment belongs"),
+        ({"url": "u", "deployment": "d"}, "--deployment belongs"),
+        ({"attach": "a", "api_key_file": Path("k")}, "--api-key-file belongs"),
+        ({"url": "u", "policy": "auto"}, "--policy belongs to a runtime"),
+        ({"attach": "a", "budget": ("0.5",)}, "--budget belongs to a runtime"),
+        ({"store": "s"}, "--store is given without --config"), ({"url": "u", "store": "s"}, "--store belongs"),
+        ({"config": "c", "budget": ("0.5", "0.25")}, "--budget is given twice"),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        Serve(**given).check()
+
+
+def test_a_target_that_has_ended_is_asked_no_more() -> None:
+    """What it had under way is unanswered, and the others go on."""
+    gate = threading.Event()
+
+    def hold(number: int) -> None:
+        gate.wait(60)
+
+    with fake_openai(when=hold) as ends, fake_openai() as stays:
+        looks = iter((None, "it was ended"))
+
+        def look() -> str | None:
+            found = next(looks, "it was ended")
+            if found:
+                gate.set()
+            return found
+
+        targets = [Target("a", ends.url, "words", look=look), Target("b", stays.url, "words")]
+        timeline = Timeline(None)
+        cells = measured(targets, [Load((Conversation("x"),), 2, clients=1)], 3, timeline)
+    assert [(cell.target.name, len(cell.repetitions), cell.ended) for cell in cells] == [
+        ("a", 1, "it was ended"), ("b", 3, None),
+    ]  # fmt: skip
+    assert [one.error for one in cells[1].requests] == [None] * 6
+    (lost,) = timeline.as_dict()["lost"]
+    assert (lost["worker"], lost["what"]) == ("a", "it was ended")
