@@ -184,6 +184,9 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
         yield run
 
 
+bench_app.command(cls=JsonCommand)(command("serve", Serve))
+
+
 @bench_app.command(cls=JsonCommand)
 def sweep(
     file: Annotated[Path, typer.Argument(help="YAML: config, load, repeats, cells, baseline.", metavar="SWEEP.yaml")],
@@ -215,5 +218,4 @@ def sweep(
         finish(lambda progress: run_sweep(chosen, cells, visited, journal, progress), as_json, check, result, written)
 
 
-bench_app.command(cls=JsonCommand)(command("serve", Serve))
 bench_app.command(cls=JsonCommand)(experiment_command("compare", compare))
