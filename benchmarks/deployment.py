@@ -13,9 +13,9 @@ import json
 import math
 import os
 import subprocess
+import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from tiermoe.cluster.jobs.bench.serving import Prompt, Recorded, Split, heldout_
 from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from tiermoe.cluster.jobs.replay import engine_for
 from tiermoe.cluster.prompt import load_tokenizer
-from tiermoe.cluster.report.results import read_json
+from tiermoe.cluster.report.results import measured_rows, read_json
 from tiermoe.cluster.simulate.hit_rates import serve as serve_simulated
 from tiermoe.cluster.simulate.machine import Machine, load_machine
 from tiermoe.errors import ConfigError, RuntimeFailure
@@ -53,7 +53,9 @@ CLIENTS = (1, 8)
 CPUS = 4  # that each node offers; they are the machine's own
 DISTANCES = 2
 GAINS, MESSAGE_US = {2: 1.6, 4: 2.4}, 60.0  # bars
-STRUCK_S = 0.3  # CPU seconds of work after which the NDP worker is killed
+_STRUCK_S, _STRUCK_ROUNDS = 0.2, 8  # processor's seconds of work before a worker is killed; requests of each client
+_LOOK_S = 0.05
+_SERVING = "starting the HTTP server"  # of a deployment that is ready
 _PROMPTS = "prompts.jsonl"
 _LOST_S = 900.0
 
@@ -136,7 +138,7 @@ def deployment(options: Deployment, progress: Progress | None) -> Report:
                     for (point, clients), row in found.items()
                 ]
                 advance()
-        report.figures["killed"] = _killed(options, work, report)
+        report.figures["killed"] = _killed(options, work)
         advance()
     report.bars += _bars(report.rows, message)
     report.printed = list(_tables(report))
@@ -208,15 +210,12 @@ def _sweep(
 
 
 def _run_sweep(
-    sweep: Mapping[str, Any],
-    nodes: RayNodes,
-    out: Path,
-    beside: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    sweep: Mapping[str, Any], nodes: RayNodes, out: Path, serving: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
     """The result of `tiermoe bench sweep` on the head; a finished one of the same file is read.
 
     Args:
-        beside: called in a thread while it runs.
+        serving: called when a deployment of the sweep is ready, and its HTTP server starts.
 
     Raises:
         RuntimeFailure: it ended without a result.
@@ -224,16 +223,24 @@ def _run_sweep(
     file = out.with_suffix(".yaml")
     text = yaml.safe_dump(dict(sweep), sort_keys=False)
     if out.exists() and file.exists() and file.read_text(encoding="utf-8") == text:
-        return dict(read_json(out))
+        record = dict(read_json(out))
+        if len(measured_rows(record["rows"])) == len(record["rows"]):
+            return record
     file.write_text(text, encoding="utf-8")
     out.unlink(missing_ok=True)
     command = nodes.head.machine.command(str(BIN / "tiermoe"), "bench", "sweep", str(file), "--out", str(out))
-    process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment(), text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stderr is not None
     try:
-        if beside is not None:
-            threading.Thread(target=beside, args=(process,), daemon=True).start()
+        for line in process.stderr:  # ends with the process
+            sys.stderr.write(line)
+            if line.startswith(_SERVING):
+                serving()
         code = process.wait()
-    finally:  # its namespace ends with the nodes
+    finally:  # what it has started ends with the nodes
         process.kill()
         process.wait()
     if not out.exists():
@@ -247,14 +254,13 @@ def _swept(
     """The rows of a model on so many nodes, by point and clients; what is refused goes into the report."""
     points, clients = points_of(count, options.quick), CLIENTS[-1:] if options.quick else CLIENTS
     with _nodes(options, count) as (nodes, delay_us):
-        report.settings["delay_us"] = delay_us  # that the kernel could add
         sweep = _sweep(options, model, nodes, work, [point.cell(clients) for point in points])
         record = _run_sweep(sweep, nodes, work / f"{model.name.split(',')[0]}-{count}-nodes.json")
     found = {}
     for point, each in product(points, clients):
         cell = point.cell([each]) | {"load.streams": each}
         own = {"model": model.name, "nodes": count, "shards": point.shards, "ndp": point.ndp, "store": point.store,
-               "batch": each, "policy": point.policy}  # fmt: skip
+               "batch": each, "policy": point.policy, "delay_us": delay_us}  # fmt: skip
         for row in record["rows"]:
             if all(row.get(key) == value for key, value in cell.items()):
                 if "refused" in row:
@@ -296,7 +302,8 @@ def _beside(
     message: Mapping[str, float],
 ) -> dict[str, Any]:  # fmt: skip
     """The simulated TPOT of a row's configuration, and the error of it."""
-    machine, header = machine_of_point(point, recorded, options, message), recorded.header
+    cable = options.model_copy(update={"delay_us": row["delay_us"]})  # that the kernel could add
+    machine, header = machine_of_point(point, recorded, cable, message), recorded.header
     engine = engine_for(load_policy(point.policy), header, machine, Budget.parse(point.budget))
     requests = recorded.learn[: ROUNDS * clients]
     serve_simulated(engine, requests[:clients], clients)
@@ -351,34 +358,38 @@ def _message_us() -> dict[str, float]:
 # -- a worker that is killed -------------------------------------------------------------------------------------------
 
 
-def _killed(options: Deployment, work: Path, report: Report) -> dict[str, Any]:
-    """One run of two NDP workers of the default model, one of whose processes is killed while it works."""
-    point, clients = Point(2, 2, ndp=2), max(CLIENTS)
+def _killed(options: Deployment, work: Path) -> dict[str, Any]:
+    """One run of the default model on two nodes with an NDP worker each, the last of which is killed while it works."""
+    point = Point(2, 2, ndp=2)
     with _nodes(options, 2) as (nodes, _):
         once = options.model_copy(update={"repeats": 1})
-        sweep = _sweep(once, Model("default", None), nodes, work, [point.cell([clients])])
-        struck = _Strike(nodes.nodes[-1])
-        record = _run_sweep(sweep, nodes, work / "killed.json", struck)
+        sweep = _sweep(once, Model("default", None), nodes, work, [point.cell([max(CLIENTS)])])
+        sweep["load"] |= {"warmup": 0, "requests": _STRUCK_ROUNDS}  # it is struck while it is measured
+        with closing(_Strike(nodes.nodes[-1])) as strike:
+            record = _run_sweep(sweep, nodes, work / "killed.json", strike.start)
     return {"killed": "NDP worker of the last node", "rows": record["rows"]}
 
 
-class _Strike:
-    """Kills a node's NDP worker once it has computed for `STRUCK_S` of its processor's time."""
+class _Strike(threading.Thread):
+    """Kills a node's NDP worker once it has computed for `_STRUCK_S` of its processor's time."""
 
     def __init__(self, node: Node) -> None:
-        self._node = node
+        super().__init__(daemon=True)
+        self._node, self._over = node, threading.Event()
 
-    def __call__(self, sweep: subprocess.Popen[bytes]) -> None:
-        start_s: float | None = None
-        while sweep.poll() is None:
-            with contextlib.suppress(ValueError, psutil.Error):  # none, or no longer
-                worker = self._node.actor("NdpWorker")
-                spent_s = worker.cpu_times().user
-                start_s = spent_s if start_s is None else start_s
-                if spent_s - start_s > STRUCK_S:
+    def run(self) -> None:
+        worker = self._node.actor("NdpWorker")
+        idle_s = worker.cpu_times().user
+        with contextlib.suppress(psutil.Error):  # the sweep has ended
+            while not self._over.wait(_LOOK_S):
+                if worker.cpu_times().user - idle_s > _STRUCK_S:
                     worker.kill()
                     return
-            time.sleep(0.1)
+
+    def close(self) -> None:
+        self._over.set()
+        if self.is_alive():
+            self.join()
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def test_two_and_four_nodes(tmp_path: Path) -> None:
         assert (row["gpus_ms"] > 0) == (row["shards"] > 1)
     (killed,) = report.figures["killed"]["rows"]
     assert killed["failed"] == 0
-    assert killed["requests"] == 16
+    assert killed["requests"] == 64
     assert any(entry["worker"] == "ndp/1" for entry in killed["visits"][0]["lost"]), killed["visits"]
     # nothing is measured twice: finished sweeps are read again
     again = deployment(options, None)
