@@ -422,9 +422,19 @@ def _tables(report: Report) -> Iterator[str]:
         yield from (f"### {model}, {nodes} nodes", "")
         yield from markdown(tuple(_COLUMNS), [[_shown(row.get(key)) for key in _COLUMNS.values()] for row in rows])
         yield ""
-    yield from ("### A message, microseconds", "")
+    killed = report.figures["killed"]
+    yield from (f"### Killed: {killed['killed']}", "")
+    head = ("requests", "failed", "tokens/s", "TPOT (ms)", "lost, by second")
+    yield from markdown(head, map(_lost_cells, measured_rows(killed["rows"])))
+    yield from ("", "### A message, microseconds", "")
     message = report.figures["message_us"]
     yield from markdown(tuple(message), [[f"{value:.1f}" for value in message.values()]])
+
+
+def _lost_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    lost = (f"{one['t_s']:.0f}: {one['worker'] or one['node']} {one['what']}" for one in row["visits"][0]["lost"])
+    shown = (row["requests"], row["failed"], row["tokens_per_s"], row["tpot_p50_ms"], "; ".join(lost))
+    return tuple(map(_shown, shown))
 
 
 def _shown(value: Any) -> str:
