@@ -22,7 +22,7 @@ class ProcessSample:
     """Counters of one process since it began; an actor that Ray starts again begins anew.
 
     Attributes:
-        at_s: seconds since the epoch, by this node's clock.
+        at_s: when, by the monotonic clock of its node: only of use beside another sample of the same process.
         rss_bytes: resident memory, shared pages (a mapped store) among it.
         cpu_s: user and system seconds of all threads.
         counters: by name, which ends with the unit where it is not a count.
@@ -39,9 +39,8 @@ class ProcessSample:
     peers: dict[str, Counters] = field(default_factory=dict)
 
 
-def take_sample(
-    counters: Mapping[str, float] = _NOTHING, peers: Mapping[str, Counters] = _NOTHING
-) -> ProcessSample:
+def take_sample(counters: Mapping[str, float] = _NOTHING, peers: Mapping[str, Counters] = _NOTHING) -> ProcessSample:
     """The sample of this process with these counters."""
     times, rss_bytes = os.times(), int(psutil.Process().memory_info().rss)
-    return ProcessSample(time.time(), os.getpid(), rss_bytes, times.user + times.system, dict(counters), dict(peers))
+    now_s, cpu_s = time.monotonic(), times.user + times.system
+    return ProcessSample(now_s, os.getpid(), rss_bytes, cpu_s, dict(counters), dict(peers))

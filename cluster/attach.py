@@ -259,7 +259,7 @@ def samples(deployment: str, deadline_s: float = _SAMPLE_S) -> list[Sample]:
 
 
 def _living(records: Iterable[ActorRecord]) -> list[ActorRecord]:
-    """Of each name the actor that lives, or else the last one that died; without servers that have ended."""
+    """Of each name the actor that lives, or else one that has died; without servers that have ended."""
     found: dict[tuple[str, str], ActorRecord] = {}
     for record in records:
         name = (record.deployment, record.role)

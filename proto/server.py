@@ -203,11 +203,11 @@ class ChannelServer:
         client = wire.value_of(wire.CLIENT_KEY, context.invocation_metadata())
         with self._lock:
             known = {f"{number:016x}": found for number, found in self._connections.items()}
-        connection = known.get(client)
-        if connection is None:
+        if client is None or client not in known:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "an exchange needs a control stream")
+        traffic = known[client].traffic
         for data in incoming:
-            if (pieces := self._answer(data, connection.traffic)) is not None:
+            if (pieces := self._answer(data, traffic)) is not None:
                 yield b"".join(pieces)
 
     def _answer(self, data: Received, traffic: Traffic) -> Pieces | None:

@@ -95,7 +95,7 @@ class FakeLink:
     def address(self) -> str | None:
         return "nowhere" if self.up.is_set() else None
 
-    def connect(self, address: str, transport: str, supply: object = None) -> FakeChannel:
+    def connect(self, address: str, transport: str, supply: object = None, traffic: object = None) -> FakeChannel:
         return FakeChannel(self)
 
     def compute(self, batch: ExpertBatch) -> np.ndarray:

@@ -164,7 +164,7 @@ class _Link:
     def address(self) -> str:
         return str(self._worker.address)
 
-    def connect(self, address: str, transport: Any, supply: Any = None) -> _Channel:
+    def connect(self, address: str, transport: Any, supply: Any = None, traffic: Any = None) -> _Channel:
         return _Channel(self._worker.handle)
 
 

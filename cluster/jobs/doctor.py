@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from ..topology.machine_costs import cache_file, write_costs
 from .devices import Device, devices, host_copy_gbps
 from .options import AsJson, Model
 
+_AGENT_PORT = 52365  # of Ray's agents, unless a node is given another one
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -43,6 +45,12 @@ def routed_expert_elements(model_dir: Path) -> int:
     if tensors is None:
         raise CheckpointError(f"'{shown(model_dir)}' has no safetensors file", "download the checkpoint as safetensors")
     return sum(math.prod(shape) for name, (_, shape) in tensors.items() if ROUTED.search(name))
+
+
+def job_agent_port_taken(port: int = _AGENT_PORT) -> bool:
+    """Whether a Ray of this machine has the port by which its job server starts jobs, so that another one lacks it."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
@@ -68,6 +76,7 @@ def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
         "devices": [asdict(device) for device in found],
         "versions": versions(),
         "unusable_gpu": None if refusal is None else str(refusal),
+        "job_agent_port_taken": job_agent_port_taken(),
         "model": None,
     }
     if model_dir == default_model_dir() and not model_dir.is_dir():
@@ -139,6 +148,9 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("device", f"{device['name']}, {size(device['free_bytes'])} free"))
         rows.append(("link", f"{device['link_gbps']:.1f} GB/s, {device['link']}"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())))
+    if report["job_agent_port_taken"]:
+        needs = "another Ray here needs --dashboard-agent-listen-port=PORT, else `ray job submit` finds no agent"
+        rows.append(("Ray jobs", f"port {_AGENT_PORT} is taken: {needs}"))
     if (costs := report.get("costs")) is not None:
         rows.append(("experts' kernels", f"{costs['expert_us']:.0f} us and {costs['expert_gbps']:.1f} GB/s each"))
         rows.append(("copies", f"{costs['copy_us']:.0f} us and {costs['copy_gbps']:.1f} GB/s each, "

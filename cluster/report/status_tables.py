@@ -457,8 +457,8 @@ def _rates(samples: Sequence[Mapping[str, Any]]) -> Iterator[Grid]:
     columns = ("process", "node", "experts needed", "link busy", "waits for copies", "computes", "rows")
     yield grid(f"A second, over the last {over_s:.1f} s", columns, of)
     if between:
-        columns = ("who to whom", "rows there", "rows back", "bytes there", "bytes back", "waits")
-        yield grid("Between processes: a second, of all since the start", columns, between)
+        ways = ("who to whom", "rows there", "rows back", "bytes there", "bytes back", "waits")
+        yield grid("Between processes: a second, of all since the start", ways, between)
 
 
 def _health(health: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import ray_nodes
 from ray_nodes import until
 from serving import default_model_greedy
 
-from tiermoe.cluster.attach import ActorRecord, actor_records
+from tiermoe.cluster.attach import ActorRecord, actor_records, samples
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.deployed_actors import role_of
@@ -73,6 +73,26 @@ def test_shards_and_ndp_workers_give_the_models_own_tokens(
     assert all(ray_nodes.actor_health(runtime, f"ndp/{i}")["pairs"] > 0 for i in range(2))
 
 
+def test_what_one_process_sent_is_what_the_other_received(runtime: Deployment, prompt: tuple[int, ...]) -> None:
+    _generate(runtime, prompt)
+    found = {sample.worker: sample for sample in samples(runtime.id)}
+    records = _records(runtime)
+    assert {name: (sample.problem, sample.pid, sample.host) for name, sample in found.items()} == {
+        role: (None, record.pid, record.host) for role, record in records.items()
+    }
+    assert {sample.kind for sample in found.values()} == {"lead", "shard", "store", "ndp", "endpoints"}
+    lead = found["lead"]
+    assert set(lead.peers) == {"shard/1", "ndp/0", "ndp/1"}
+    for name, here in lead.peers.items():
+        there = found[name].counters
+        assert here["rows_sent"] == here["rows_received"] == there["rows"] > 0
+        assert (here["bytes_sent"], here["bytes_received"]) == (there["bytes_received"], there["bytes_sent"])
+        assert here["waited_s"] > 0 < there["busy_s"]
+    assert sum(found[f"ndp/{i}"].counters["pairs"] for i in range(2)) >= lead.counters["ndp_tokens"] > 0
+    assert lead.counters["step_s"] > lead.counters["blocked_io_s"]
+    assert all(sample.rss_bytes > 0 < sample.cpu_s for sample in found.values())
+
+
 def test_status_shows_every_gpu(runtime: Deployment, prompt: tuple[int, ...]) -> None:
     _generate(runtime, prompt)
     command = [sys.executable, "-c", "from tiermoe.cluster.cli import main; main()", "status"]
@@ -85,7 +105,7 @@ def test_status_shows_every_gpu(runtime: Deployment, prompt: tuple[int, ...]) ->
         )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
-    for text in ("shard/1", "ndp/1", "endpoints", "GPUs", "in 128 slots", "on all GPUs"):
+    for text in ("shard/1", "ndp/1", "endpoints", "GPUs", "in 128 slots", "on all GPUs", "lead to ndp/1", "A second"):
         assert text in said[0], said[0]
     (record,) = json.loads(said[1])["deployments"]
     assert [gpu["shard"] for gpu in record["gpus"]] == ["shard/0", "shard/1"]
@@ -96,6 +116,10 @@ def test_status_shows_every_gpu(runtime: Deployment, prompt: tuple[int, ...]) ->
         assert there
         assert {key % 2 for key in there} == {number}  # by the rule `layer-expert`
         assert len(states) == runtime.plan["moe_layers"] * experts
+    rates = {sample["name"]: sample["rates"] for sample in record["samples"]}
+    assert set(rates) == {"lead", "shard/1", "store/0", "ndp/0", "ndp/1", "endpoints"}
+    assert rates["ndp/0"]["over_s"] >= 1.0
+    assert rates["lead"]["counters"]["hits"] == 0  # it is idle
     merged = [state for layer in record["residency"] for state in layer["states"]]
     assert sum(state == 2 for state in merged) == sum(
         state == 2 for gpu in record["gpus"] for layer in gpu["residency"] for state in layer["states"]
@@ -108,6 +132,7 @@ def test_killed_in_the_middle_of_a_request(
 ) -> None:
     """Nothing shows in the tokens; Ray starts it again, and it is used again."""
     before, losses = _records(runtime)[role], runtime.stats().ndp_losses
+    counted = {sample.worker: sample for sample in samples(runtime.id)}
     assert before.pid is not None
     assert _generate(runtime, prompt, kill=before.pid) == undisturbed
     until(lambda: _is_back(runtime, before), lambda: (_records(runtime)[role], runtime.health()))
@@ -116,6 +141,11 @@ def test_killed_in_the_middle_of_a_request(
     pairs = runtime.stats().total().ndp_tokens
     assert _generate(runtime, prompt) == undisturbed
     assert runtime.stats().total().ndp_tokens > pairs
+    after = {sample.worker: sample for sample in samples(runtime.id)}
+    assert after[role].restarts == counted[role].restarts + 1  # it is named: its own counters begin at 0
+    assert after[role].since(counted[role]) is None
+    for peer, traffic in counted["lead"].peers.items():  # what others count of it goes on
+        assert all(after["lead"].peers[peer][name] >= value for name, value in traffic.items()), peer
 
 
 def _is_back(runtime: Deployment, before: ActorRecord) -> bool:

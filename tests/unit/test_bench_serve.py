@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from fake_openai import fake_openai
 
+from tiermoe.cluster import attach
+from tiermoe.cluster.jobs.bench import nodes
 from tiermoe.cluster.jobs.bench.cases import Serve
 from tiermoe.cluster.jobs.bench.load import Conversation, Load
 from tiermoe.cluster.jobs.bench.serve import measured
@@ -112,3 +114,45 @@ def test_a_target_that_has_ended_is_asked_no_more() -> None:
     assert [one.error for one in cells[1].requests] == [None] * 6
     (lost,) = timeline.as_dict()["lost"]
     assert (lost["worker"], lost["what"]) == ("a", "it was ended")
+
+
+def test_a_timeline_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sample(worker: str, at_s: float, pid: int = 1, restarts: int = 0, **more: Any) -> attach.Sample:
+        given = {"rss_bytes": 2**21, "cpu_s": at_s / 2, "counters": {}, "peers": {}} | more
+        kind = worker.partition("/")[0]
+        return attach.Sample("abcdef", worker, kind, "10.0.0.1", "n", restarts, pid=pid, at_s=at_s, **given)
+
+    def lead(at_s: float) -> attach.Sample:
+        counters = {"step_s": at_s, "blocked_io_s": 0.25 * at_s, "hits": 3 * at_s, "misses": at_s, "never": 0.0}
+        return sample("lead", at_s, counters=counters, peers={"ndp/0": {"rows_sent": 10 * at_s}})
+
+    looks = [
+        ([lead(1), sample("ndp/0", 1)], {"n": "10.0.0.1", "m": "10.0.0.2"}),
+        ([lead(3), sample("ndp/0", 3, problem="it is restarting")], {"n": "10.0.0.1", "m": "10.0.0.2"}),
+        ([lead(4), sample("ndp/0", 4, pid=2, restarts=1), sample("ndp/1", 4)], {"n": "10.0.0.1"}),
+        ([lead(5), sample("ndp/0", 5, pid=2, restarts=1)], {"n": "10.0.0.1"}),
+    ]
+    now = iter(looks)
+    state: list[Any] = [None]
+
+    def samples(deployment: str) -> list[attach.Sample]:
+        state[0] = next(now)
+        return list(state[0][0])
+
+    monkeypatch.setattr(attach, "samples", samples)
+    monkeypatch.setattr(nodes, "node_facts", lambda: [{"node": "10.0.0.1"}])
+    monkeypatch.setattr(nodes, "living_nodes", lambda: looks[0][1] if state[0] is None else state[0][1])
+    timeline = Timeline("abcdef")
+    for _ in looks:
+        timeline.look()
+    found = timeline.as_dict()
+    assert [(one["worker"], one["node"], one["what"]) for one in found["lost"]] == [
+        ("ndp/0", "10.0.0.1", "it is restarting"), ("ndp/0", "10.0.0.1", "serves; restarts: 1"),
+        ("ndp/1", "10.0.0.1", "joined"), ("", "10.0.0.2", "node lost"), ("ndp/1", "10.0.0.1", "ended"),
+    ]  # fmt: skip
+    first = next(row for row in found["workers"] if row["worker"] == "lead")
+    assert first["rates"] == {"step_s": 1.0, "blocked_io_s": 0.25, "hits": 3.0, "misses": 1.0}
+    assert (first["cpu"], first["rss_mib"], first["host"], first["node"]) == (0.5, 2.0, 0.75, "10.0.0.1")
+    assert (first["shares"]["hit"], first["shares"]["loaded"]) == (0.75, 0.25)
+    assert [row["worker"] for row in found["workers"]] == ["lead", "lead", "lead", "ndp/0"]  # not across a restart
+    assert [(row["peer"], row["rates"]) for row in found["peers"]] == [("ndp/0", {"rows_sent": 10.0})] * 3

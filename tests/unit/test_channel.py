@@ -106,6 +106,25 @@ def test_a_batch_is_answered(connect: Opener, transport: str) -> None:
     assert channel.call(HealthReport("lead", {}), _SOON_S) is None  # an acknowledgement
 
 
+def test_both_sides_count_the_same(transport: str, worker: Worker) -> None:
+    """Over all connections of the same options, also those that have ended."""
+    options = ChannelOptions(transport=transport)  # type: ignore[arg-type]
+    with ChannelServer(worker) as server:
+        for _ in range(2):
+            with open_channel(server.address, options) as channel:
+                assert channel.post(batch())
+                channel.call(batch(), _SOON_S)
+                with pytest.raises(RemoteFailure):
+                    channel.call(HealthRequest(), _SOON_S)
+            wait_until(lambda: server.connections == 0)
+        here, there = options.traffic, server.traffic
+    assert (here.messages_sent, here.messages_received) == (6, 4)
+    assert (here.messages_sent, here.messages_received) == (there.messages_received, there.messages_sent)
+    assert (here.bytes_sent, here.bytes_received) == (there.bytes_received, there.bytes_sent)
+    assert here.waited_s > 0 < there.answering_s
+    assert here.answering_s == there.waited_s == 0
+
+
 def test_answers_may_be_taken_in_any_order_and_by_several_threads(connect: Opener) -> None:
     channel = connect(ring_bytes=4096)
     pendings = [channel.submit(batch(layer=n), _SOON_S) for n in range(20)]

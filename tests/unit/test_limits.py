@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -178,3 +179,16 @@ def test_threads_of_other_commands_and_of_python(root: Path, command: Command, t
     assert record["spec"]["threads"] == 1
     joined = {"threads": 999, "ray": {"address": "head:6379"}}  # the nodes have other cores
     assert on_this_machine(load_run_config(None, joined)).threads == 999
+
+
+def test_doctor_says_which_port_another_ray_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray job submit` itself says "No available agent" only."""
+    with socket.socket() as agent:
+        agent.bind(("127.0.0.1", 0))
+        port = agent.getsockname()[1]
+        assert not doctor.job_agent_port_taken(port)
+        agent.listen()
+        assert doctor.job_agent_port_taken(port)
+    monkeypatch.setattr(doctor, "job_agent_port_taken", lambda: True)
+    assert "Ray jobs" in (said := CliRunner().invoke(app, ["doctor"]).output)
+    assert "--dashboard-agent-listen-port=PORT" in said

@@ -97,7 +97,7 @@ class FakeLink:
     def address(self) -> str | None:
         return "nowhere" if self.channels and self.channels[-1].alive else None
 
-    def connect(self, address: str, transport: str, supply: object = None) -> FakeChannel:
+    def connect(self, address: str, transport: str, supply: object = None, traffic: object = None) -> FakeChannel:
         return self.channels[-1]
 
 

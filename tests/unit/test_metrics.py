@@ -104,11 +104,14 @@ def test_each_process_counts_by_node_worker_and_kind(families: dict[str, Metric]
         ("worker_store_bytes_total", "10.0.0.1", "store/0", "store"): 64,
         ("worker_search_seconds_total", "", "matcher", "matcher"): 1,
     }  # fmt: skip
-    samples = [s for family in families.values() for s in family.samples]
-    found = {(s.name, *s.labels.values()): s.value for s in samples}
-    assert {key: found[f"tiermoe_{key[0]}", *key[1:]] for key in values} == values
-    of_processes = [s for s in samples if s.name.startswith(("tiermoe_worker_", "tiermoe_peer_"))]
-    assert {tuple(s.labels)[:3] for s in of_processes} == {("node", "worker", "kind")}
+    labels, found, of_processes = ("node", "worker", "kind", "place", "cause", "peer"), {}, []
+    for sample in (s for family in families.values() for s in family.samples):
+        if sample.name.startswith(("tiermoe_worker_", "tiermoe_peer_")):
+            assert set(labels[:3]) <= set(sample.labels) <= set(labels)
+            of_processes.append(sample)
+            key = (sample.labels[label] for label in labels if label in sample.labels)
+            found[sample.name.removeprefix("tiermoe_"), *key] = sample.value
+    assert {key: found[key] for key in values} == values
     assert {s.name for s in of_processes if s.labels["worker"] == "store/1"} == {
         "tiermoe_worker_up", "tiermoe_worker_restarts_total"
     }  # fmt: skip

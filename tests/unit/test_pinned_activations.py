@@ -64,7 +64,7 @@ class _Peer:
 
     def connect(self, way: PinnedActivations) -> RemoteExperts:
         class Link(PeerLink):
-            def connect(self, address: str, transport: Any, supply: Any = None) -> Any:
+            def connect(self, address: str, transport: Any, supply: Any = None, traffic: Any = None) -> Any:
                 return open_channel(address, ChannelOptions(transport="shm", supply=supply))
 
         link = Link(self.board, name="ndp/0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,34 @@ def test_the_table_of_gpus_names_the_lost_one() -> None:
     lines = [" ".join(line.split()) for line in _text(*status_tables(record, 120), width=120).splitlines()]
     assert "shard/0 serving 2 in 4 slots 75.0% of 4 2.00 KiB 500.0 ms 250.0 ms 1.00 KiB of 4.00 KiB" in lines
     assert "shard/1 lost" in lines
+
+
+def test_the_tables_of_rates() -> None:
+    """What a process does in a second, and what goes between two; who counts nothing or was asked once has no row."""
+    there = {"rows_sent": 8, "rows_received": 8, "bytes_sent": 2048, "bytes_received": 1024, "waited_s": 0.25}
+    store = {"bytes_sent": 0, "bytes_received": 4096, "waited_s": 0.0}
+    counters = {"hits": 3, "misses": 1, "total_io_s": 0.5, "blocked_io_s": 0.125}
+    near = {"rows": 8.0, "busy_s": 0.2}
+
+    def sample(name: str, own: Mapping[str, float] | None, **peers: Mapping[str, float]) -> dict[str, Any]:
+        rates = None if own is None else {"over_s": 1.25, "cpu": 0.5, "counters": own, "peers": peers}
+        totals = {peer: {key: 100 * value for key, value in now.items()} for peer, now in peers.items()}
+        return {"name": name, "host": "10.0.0.5", "peers": totals, "rates": rates}
+
+    found = [
+        sample("endpoints", {}), sample("ndp/1", None), sample("lead", counters, **{"ndp/0": there, "store/1": store}),
+        sample("ndp/0", near),
+    ]  # fmt: skip
+    record = {"id": "d3f1aa", "address": "h:1", "actors": [], "residency": None, "counters": None}
+    text = _text(*status_tables(record | {"samples": found}, 160), width=160)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "A second, over the last 1.2 s" in lines
+    assert "lead 10.0.0.5 4: 75.0% hits, 25.0% loaded on demand 50% 12%" in lines
+    assert "ndp/0 10.0.0.5 20% 8" in lines
+    assert "lead to ndp/0 8 of 800 8 of 800 2.00 KiB of 200.00 KiB 1.00 KiB of 100.00 KiB 25% of 25.00 s" in lines
+    assert "lead to store/1 0 B of 0 B 4.00 KiB of 400.00 KiB 0% of 0 us" in lines
+    assert not any(line.startswith(("endpoints", "ndp/1")) for line in lines)
+    assert "A second" not in _text(*status_tables(record | {"samples": found[1:2]}, 160), width=160)
 
 
 def _entry(name: str, state: str = "ALIVE", **more: Any) -> dict[str, Any]:

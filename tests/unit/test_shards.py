@@ -96,6 +96,27 @@ def test_pairs_are_computed_once_by_their_owner(olmoe: Tiny) -> None:
         assert (lead["shard"], other["shard"]) == ("shard/0", "shard/1")
 
 
+@pytest.mark.parametrize("transport", ["shm", "grpc"])
+def test_what_the_lead_sent_is_what_the_shards_received(transport: str, olmoe: Tiny) -> None:
+    with serving_group(olmoe.store, _settings(3, transport=transport)) as group:
+        greedy(group.lead, _PROMPTS, _NEW)
+        lead = group.lead.sample()
+        shards = {f"shard/{i}": shard.sample().counters for i, shard in enumerate(group.shards, start=1)}
+        assert set(lead.peers) == set(shards)
+        for name, there in shards.items():
+            here = lead.peers[name]
+            assert here["rows_sent"] == here["rows_received"] == there["rows"] > 0
+            for way, back in (("sent", "received"), ("received", "sent")):
+                assert here[f"messages_{way}"] == there[f"messages_{back}"] > 0
+                assert here[f"bytes_{way}"] == there[f"bytes_{back}"] > 0
+            assert 0 < there["busy_s"] < there["answering_s"]
+        total = group.lead.stats().total()
+        assert (lead.counters["hits"], lead.counters["misses"]) == (total.hits, total.misses)
+        assert lead.counters["step_s"] > lead.counters["shard_wait_s"] > 0
+        assert all(peer["waited_s"] > 0 for peer in lead.peers.values())  # of its start, too
+        assert lead.counters["steps"] == total.forwards / len(group.lead.engine.layers)
+
+
 def test_every_gpu_preloads_what_it_owns(olmoe: Tiny) -> None:
     config = settings(1.0, policy=policy(preload="all"), shards=ShardSettings(count=2))
     with serving_group(olmoe.store, config) as group:

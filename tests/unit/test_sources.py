@@ -153,6 +153,11 @@ def test_layers_spread_over_replicas(make: Make) -> None:
             for expert in range(EXPERTS):
                 take(reader, layer, expert)
     assert stores.asked() == [2 * EXPERTS, 2 * EXPERTS]
+    for name, worker in zip(("store/0", "store/1"), stores.workers, strict=True):
+        read, given = reader.reads[name], worker.sample().counters
+        assert (read.messages_received, read.bytes_received) == (given["experts_sent"], given["expert_bytes_sent"])
+        assert read.waited_s > 0
+        assert given["bytes_sent"] > read.bytes_received
 
 
 def test_the_next_replica_takes_over_and_the_first_comes_back(make: Make) -> None:

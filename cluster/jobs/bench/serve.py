@@ -119,6 +119,7 @@ def serve(options: Serve, progress: Progress | None) -> Report:
     own = options.config is None and options.attach is None and options.url is None
     given = None if options.prompts is None else read_conversations(options.prompts)
     schedule_s = () if options.schedule is None else read_schedule(options.schedule)
+    loads_of(options, given or (Conversation("made once there is a tokenizer"),), schedule_s, None)  # refuses early
     with ExitStack() as stack:
         if own:
             options = options.model_copy(update={n: v for n, v in _OWN.items() if getattr(options, n) in (None, ())})
