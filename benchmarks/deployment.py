@@ -273,14 +273,15 @@ def _swept(
 def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
     """What the figure says of a sweep's row; times of a step are the lead's, by what it waits for."""
     steps = max(1.0, row["lead.steps"])
-    waits = {name: 1e3 * row[f"lead.{counter}"] / steps for name, counter in _WAITS.items()}
+    waits = {name: 1e3 * row.get(f"lead.{counter}", 0.0) / steps for name, counter in _WAITS.items()}
     step_ms = 1e3 * row["lead.step_s"] / steps
     waits["host_ms"] = step_ms - sum(waits.values())
     return {
         "tokens_per_s": row["tokens_per_s"], "spread": row["spread"]["tokens_per_s"], "ratio": row.get("ratio"),
         "tpot_ms": row["tpot_p50_ms"], "ttft_ms": row["ttft_p50_ms"], "step_ms": step_ms, **waits,
         "most": max(waits, key=waits.__getitem__).removesuffix("_ms"),
-        "loaded_mb": row["bytes_loaded"] / 1e6 / steps, "network_mb": row["bytes_between"] / 1e6 / steps,
+        "loaded_mb": row.get("bytes_loaded", 0.0) / 1e6 / steps,
+        "network_mb": row.get("bytes_between", 0.0) / 1e6 / steps,
     }  # fmt: skip
 
 

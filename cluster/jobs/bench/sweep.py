@@ -27,7 +27,7 @@ from ..ending import signalled
 from .cases import Serve
 from .cells import Journal
 from .load import Limits, read_conversations, read_schedule
-from .metrics import Report, Spread, advancing, paired
+from .metrics import Report, Spread, advancing, paired, rounded
 from .serve import loads_of, measured
 from .targets import placed
 from .timeline import Timeline
@@ -43,6 +43,7 @@ _NOT_OF_LOADS = {"config", "attach", "deployment", "url", "model_name", "api_key
                  "threads", "link_gbps", "repeats"}  # fmt: skip
 
 _LOADED = ("bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_loaded_migration")
+_ALWAYS = ("failed", "requests")  # figures that a row has although they are 0
 _MOVED = ("bytes_sent", "bytes_received")
 
 Figures = dict[str, Any]  # of one load on one deployment: numbers by name with the unit, and details
@@ -207,15 +208,19 @@ def _visit(visit: Visit, cells: Sequence[SweepCell], repetition: int) -> list[Fi
 
 
 def _row(cell: SweepCell, figures: Sequence[Figures]) -> dict[str, Any]:
-    """Medians and spreads over the repetitions of what is a number in each; details by repetition in `visits`."""
+    """Medians and spreads over the repetitions of what is a number in each; details by repetition in `visits`.
+
+    A counter that is 0 in all is left out.
+    """
     numbers = [key for key, value in figures[0].items() if _is_number(value)]
     numbers = [key for key in numbers if all(_is_number(one.get(key)) for one in figures)]
-    spread = {key: Spread.of([float(one[key]) for one in figures]) for key in numbers}
+    values = {key: [float(one[key]) for one in figures] for key in numbers}
+    spread = {key: Spread.of(found) for key, found in values.items() if any(found) or key in _ALWAYS}
     details = [{key: value for key, value in one.items() if key not in numbers} for one in figures]
     shared = {key: value for key, value in details[0].items() if isinstance(value, str)}
     return {
         **cell.values, **shared, **{key: one.median for key, one in spread.items()},
-        "spread": {key: vars(one) for key, one in spread.items()}, "visits": details,
+        "spread": rounded({key: vars(one) for key, one in spread.items()}), "visits": details,
     }  # fmt: skip
 
 
