@@ -275,7 +275,7 @@ def _measured(row: Mapping[str, Any]) -> dict[str, Any]:
     steps = max(1.0, row["lead.steps"])
     waits = {name: 1e3 * row.get(f"lead.{counter}", 0.0) / steps for name, counter in _WAITS.items()}
     step_ms = 1e3 * row["lead.step_s"] / steps
-    waits["host_ms"] = step_ms - sum(waits.values())
+    waits["rest_ms"] = step_ms - sum(waits.values())
     return {
         "tokens_per_s": row["tokens_per_s"], "spread": row["spread"]["tokens_per_s"], "ratio": row.get("ratio"),
         "tpot_ms": row["tpot_p50_ms"], "ttft_ms": row["ttft_p50_ms"], "step_ms": step_ms, **waits,
@@ -409,7 +409,7 @@ def _bars(rows: Sequence[Mapping[str, Any]], message: Mapping[str, float]) -> It
 _COLUMNS = {
     "GPUs": "shards", "NDP": "ndp", "store": "store", "batch": "batch", "tokens/s": "tokens_per_s", "range": "spread",
     "over one GPU": "ratio", "TPOT (ms)": "tpot_ms", "simulated": "simulated_ms", "error": "error",
-    "step (ms)": "step_ms", "copies": "copies_ms", "other GPUs": "gpus_ms", "near data": "ndp_ms", "rest": "host_ms",
+    "step (ms)": "step_ms", "copies": "copies_ms", "other GPUs": "gpus_ms", "near data": "ndp_ms", "rest": "rest_ms",
     "most": "most", "MB by link": "loaded_mb", "MB between nodes": "network_mb",
 }  # fmt: skip
 
