@@ -140,7 +140,7 @@ def node_facts() -> list[dict[str, Any]]:
     }
     ray.wait(list(asked.values()), num_returns=len(asked), timeout=_FACTS_S)
     found = []
-    for node, entry in nodes.items():
+    for node, entry in sorted(nodes.items(), key=lambda item: str(item[1]["NodeManagerAddress"])):
         own = {name: amount for name, amount in entry["Resources"].items() if not name.startswith(("node:", "object_"))}
         try:
             said = ray.get(asked[node], timeout=0)
