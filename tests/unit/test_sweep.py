@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tiermoe.cluster.attach import Sample
 from tiermoe.cluster.config import RunConfig
 from tiermoe.cluster.jobs.bench.cases import Serve
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
-from tiermoe.cluster.jobs.bench.sweep import Sweep, baseline_of, cells_of, read_sweep, run_sweep
+from tiermoe.cluster.jobs.bench.sweep import Sweep, baseline_of, cells_of, counted, read_sweep, run_sweep
 from tiermoe.errors import ConfigError, RuntimeFailure
 
 TWO = {"cells": [{"cluster.shards": [1, 2], "load.streams": [1, 8]}], "baseline": {"cluster.shards": 1}, "repeats": 2}
@@ -150,3 +151,31 @@ def test_the_baseline_agrees_in_every_other_value() -> None:
     found = [baseline_of(cell, cells, sweep.baseline) for cell in cells]
     assert [None if base is None else cells.index(base) for base in found] == [0, 1, 2, 3, 3, 3, None]
     assert baseline_of(cells[0], cells, {}) is None
+
+
+def _process(worker: str, node: str, cpu_s: float, pid: int = 1, **rest: Any) -> Sample:
+    return Sample("d", worker, worker.partition("/")[0], "host", node, 0, pid, cpu_s=cpu_s, **rest)
+
+
+def test_counters_are_what_rose_and_bytes_are_those_between_nodes() -> None:
+    def sent(there: float, back: float) -> dict[str, float]:
+        return {"bytes_sent": there, "bytes_received": back}
+
+    before = [
+        _process("lead", "a", 1.0, counters={"steps": 2, "bytes_loaded_demand": 10},
+                 peers={"shard/1": sent(5, 7), "ndp/0": sent(1, 1)}),
+        _process("shard/1", "b", 2.0, counters={"bytes_loaded_prefetch": 4}, peers={"store/0": sent(0, 100)}),
+        _process("ndp/0", "a", 3.0),
+    ]  # fmt: skip
+    after = [
+        _process("lead", "a", 1.5, counters={"steps": 6, "bytes_loaded_demand": 30, "shard_wait_s": 0.5},
+                 peers={"shard/1": sent(6, 9), "ndp/0": sent(50, 50)}),
+        _process("shard/1", "b", 0.25, pid=9, counters={"bytes_loaded_prefetch": 3}, peers={"store/0": sent(1, 40)}),
+        _process("store/0", "c", 4.0),
+        _process("ndp/0", "a", 3.5),
+    ]  # fmt: skip
+    assert counted(before, after) == {
+        "lead.steps": 4, "lead.bytes_loaded_demand": 20, "lead.shard_wait_s": 0.5, "bytes_loaded": 23,
+        "bytes_between": (1 + 2) + (1 + 40), "cpu_s.lead": 0.5, "cpu_s.shard": 0.25, "cpu_s.store": 4.0,
+        "cpu_s.ndp": 0.5,
+    }  # fmt: skip
