@@ -104,7 +104,9 @@ class Loopback:
         """Pull its cable."""
         raise NotImplementedError("there is no cable on loopback")
 
-    restore = cut
+    def restore(self, machine: Machine) -> None:
+        """Plug it in again."""
+        raise NotImplementedError("there is no cable on loopback")
 
     def close(self) -> None:
         """End all machines and whatever runs on them. Idempotent."""
@@ -154,9 +156,9 @@ class _Held:
 class IsolatedMachine(Machine):
     """A machine of a `Switch`."""
 
-    def __init__(self, held: _Held, enter: list[str], address: str, port: str, folder: Path) -> None:
+    def __init__(self, held: _Held, enter: list[str], address: str, folder: Path) -> None:
         super().__init__(address, folder)
-        self._held, self._enter, self.port = held, enter, port
+        self._held, self._enter = held, enter
         (first,) = psutil.Process(held.holder.pid).children()
         self.first = first.pid
 
@@ -216,28 +218,28 @@ class Switch(Loopback):
         set_up = ["sh", "-c", _SET_UP, "sh", str(self._folder), sys.executable, _HOLD]
         held = _Held([*self._as_owner, "unshare", *own, *set_up])
         self._machines.append(held)
-        port, address = f"port{number}", f"{_SUBNET}.{number}"
-        machine = IsolatedMachine(held, self._as_owner, address, port, self._folder)
+        address = f"{_SUBNET}.{number}"
+        port, machine = _port(address), IsolatedMachine(held, self._as_owner, address, self._folder)
         self._ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(machine.first))
         self._ip("link", "set", port, "master", "switch", "up")
         _run(machine.command("ip", "address", "add", f"{address}/24", "dev", "eth0"))
         _run(machine.command("ip", "link", "set", "eth0", "up"))
         return machine
 
-    def cut(self, machine: IsolatedMachine) -> None:
-        self._ip("link", "set", machine.port, "down")
+    def cut(self, machine: Machine) -> None:
+        self._ip("link", "set", _port(machine.address), "down")
 
-    def restore(self, machine: IsolatedMachine) -> None:
-        self._ip("link", "set", machine.port, "up")
+    def restore(self, machine: Machine) -> None:
+        self._ip("link", "set", _port(machine.address), "up")
 
-    def shape(self, machine: IsolatedMachine, gbit: float, delay_us: float) -> float:
+    def shape(self, machine: Machine, gbit: float, delay_us: float) -> float:
         """Give a machine's cable a bandwidth each way, and what it sends a delay; the microseconds that it got.
 
         Kernels without `netem` delay nothing: 0.
         """
         into, out = [*self._enter, "tc"], machine.command("tc")
         bucket = ["tbf", "rate", f"{gbit:g}gbit", "burst", f"{_BURST_KB}kb", "latency", "100ms"]
-        _run([*into, "qdisc", "add", "dev", machine.port, "root", *bucket])
+        _run([*into, "qdisc", "add", "dev", _port(machine.address), "root", *bucket])
         try:
             slow = ["netem", "delay", f"{delay_us:g}us", "rate", f"{gbit:g}gbit", "limit", "10000"]
             _run([*out, "qdisc", "add", "dev", "eth0", "root", *slow])
@@ -252,6 +254,11 @@ class Switch(Loopback):
 
     def _ip(self, *arguments: str) -> None:
         _run([*self._enter, "ip", *arguments])
+
+
+def _port(address: str) -> str:
+    """The switch's end of a machine's cable."""
+    return f"port{address.rpartition('.')[2]}"
 
 
 def _run(command: list[str]) -> None:
