@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 from rich.progress import Progress
 
 from tiermoe.cluster.jobs.bench.cells import Journal
-from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, markdown
+from tiermoe.cluster.jobs.bench.metrics import Bar, Report, advancing, interval95, markdown
 from tiermoe.cluster.jobs.bench.nodes import over_processes
 from tiermoe.cluster.report.files import check_writable
 from tiermoe.cluster.simulate.synthetic import FAMILIES, SCRIPTS
@@ -43,7 +43,6 @@ ALL_MEAN, ALL_WORST, ALL_ON_DEMAND = 0.97, 1.15, 1.10
 MEAN = {1: 0.95, 4: 0.95, 8: 0.97}
 WORST, WORST_SEED, ON_DEMAND = 1.03, 1.05, 0.95
 LISTED = 12  # of the worst cells
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, by the number of seeds
 
 
 def auto(options: Options, progress: Progress | None) -> Report:
@@ -165,10 +164,9 @@ def _interval(rows: Sequence[dict[str, Any]]) -> str:
     count = max(len(row["seeds"]) for row in rows)
     seeds = list(zip(*(row["seeds"] for row in rows if len(row["seeds"]) == count), strict=True))
     means = [_geometric(one) for one in seeds]
-    if len(means) < 2:
+    if (interval := interval95(means)) is None:
         return f"{means[0]:.3f}"
-    half = T95.get(len(means), 1.96) * stdev(means) / math.sqrt(len(means))
-    return f"{fmean(means):.3f} ± {half:.3f}"
+    return f"{fmean(means):.3f} ± {(interval[1] - interval[0]) / 2:.3f}"
 
 
 def _table(title: str, head: Sequence[str], body: Sequence[Sequence[object]]) -> list[str]:

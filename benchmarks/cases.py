@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
 from tiermoe.actors.policies.sharding import Ownership
-from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats
+from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats, measure
 
 if TYPE_CHECKING:
     from tiermoe.cluster.config import RunConfig
+    from tiermoe.cluster.jobs.bench.metrics import Report
 
 Budget = Annotated[str, Field(description="Device memory for experts, of policies that load them.")]
 Gbps = Annotated[float, Field(ge=0.001, description="Emulated link, 1e9 bytes per second.")]
@@ -117,6 +118,7 @@ class Scale(Served):
     """The same requests on 1, 2 and 4 GPUs: throughput, bytes per GPU, time lost to copies."""
 
     measure = "serving.scale"
+    parted = "batch"
     repeats: Repeats = 4
     policy: str = Field("on-demand", description="Of all GPUs.")
     budget: str = Field("0.125", description="Device memory for experts of one GPU, a share of all.")
@@ -124,6 +126,22 @@ class Scale(Served):
     batch: Batches = (1, 4, 8, 16)
     prompts: int = Field(20, ge=1, description="Held-out prompts for each batch size, at least.")
     ownership: Ownership = Field("layer-expert", description="Rule by which experts belong to GPUs.")
+
+
+class Deployment(Options):
+    """What a deployment on two and four emulated nodes serves: by GPUs, NDP workers, batch and store, and simulated."""
+
+    measure = "deployment.deployment"
+    repeats: Repeats = 3
+    nodes: tuple[Annotated[int, Ge(2)], ...] = Field((2, 4), description="Nodes, as namespaces; repeat it.")
+    link_gbps: float = Field(2.0, ge=0.001, description="Emulated link of each GPU, 1e9 bytes/s.")
+    gbit: float = Field(10.0, gt=0, description="Bandwidth of each node's cable, 1e9 bits/s each way.")
+    delay_us: float = Field(50.0, ge=0, description="Delay of a cable, where the kernel has netem.")
+    layers: int = Field(4, ge=0, description="Layers of Qwen3-30B-A3B's shape in Q4_0; 0: the default model alone.")
+    work: Path | None = Field(
+        None, description="Folder of finished cells: the same command resumes; default: a temporary one."
+    )
+    quick: bool = Field(False, description="The ends of the grid alone, at the largest batch.")
 
 
 class DraftKind(StrEnum):
@@ -270,6 +288,11 @@ class Resident(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale, "streams": Streams,
-    "drafts": Drafts, "draft-table": DraftTable, "core": Core, "validation": Validation, "auto": Auto,
-    "channel": Channel, "kernel": Kernel, "resident": Resident,
+    "deployment": Deployment, "drafts": Drafts, "draft-table": DraftTable, "core": Core, "validation": Validation,
+    "auto": Auto, "channel": Channel, "kernel": Kernel, "resident": Resident,
 }  # fmt: skip
+
+
+def measured(name: str, values: dict[str, Any]) -> Report:
+    """A case on this node, by plain values (`clone.CloneCall`)."""
+    return measure(CASES[name](**values))

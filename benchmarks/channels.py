@@ -24,7 +24,7 @@ from tiermoe.errors import RuntimeFailure
 from tiermoe.proto import grpc_transport, shm
 from tiermoe.proto.channel import Channel, open_channel
 from tiermoe.proto.messages import ExpertBatch, ExpertResult, Message
-from tiermoe.proto.options import ChannelOptions, Limits
+from tiermoe.proto.options import ChannelOptions, Limits, TransportChoice
 from tiermoe.proto.server import ChannelServer
 
 if TYPE_CHECKING:
@@ -93,6 +93,19 @@ def channel(options: cases.Channel, progress: Progress | None) -> Report:
         ),
     ]
     return report
+
+
+def round_trip_us(transport: TransportChoice) -> float:
+    """Microseconds of 8 KiB there and back to another process over a channel of this transport: the median."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        address = process.submit(_echoes, None).result()["channel"]
+        try:
+            with open_channel(address, ChannelOptions(transport=transport)) as channel:
+                case = _trips(transport, _expert_batch(channel, SIZES["8 KiB"]), TRIPS["8 KiB"])
+                case.run()
+                return case.run()["p50_us"]
+        finally:
+            process.submit(_close_servers).result()
 
 
 def _trips(name: str, trip: Callable[[], object], trips: int) -> Case:

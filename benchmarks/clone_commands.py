@@ -10,7 +10,7 @@ import typer
 from tiermoe.cluster.commands import Command
 from tiermoe.cluster.jobs.bench.bench_commands import PageOut, experiment_command
 from tiermoe.cluster.jobs.bench.cases import command
-from tiermoe.cluster.jobs.bench.finish import Check, Json, JsonCommand, file_or_folder, finish
+from tiermoe.cluster.jobs.bench.finish import Address, Check, Json, JsonCommand, file_or_folder, finish
 from tiermoe.cluster.jobs.bench.options import parts
 from tiermoe.cluster.report.files import check_folder
 from tiermoe.cluster.report.tables import results, show
@@ -34,15 +34,16 @@ for _name in experiment_names():
 def papers(
     only: Annotated[str, typer.Option(help="Papers, separated by commas; default: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A small slice of each, to try it.")] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Papers at a time.")] = 2,
+    jobs: Annotated[int, typer.Option(min=1, help="Papers at a time, on each node.")] = 2,
     out: PageOut = None,
     as_json: Json = False,
     check: Check = False,
+    address: Address = None,
 ) -> None:
     """The papers' tables on synthetic routing and stated machines: published figure, ours, and their ratio."""
     file, folder = file_or_folder(out)
     names = list(parts(only)) if only else paper_names()
-    finish(lambda progress: run_papers(names, quick, folder, jobs, progress), as_json, check, file)
+    finish(lambda progress: run_papers(names, quick, folder, jobs, progress, address), as_json, check, file)
 
 
 @app.command(cls=Command)

@@ -19,9 +19,10 @@ from rich.progress import Progress
 
 from tiermoe.actors.budget import Budget
 from tiermoe.actors.policy_settings import PolicySettings
+from tiermoe.cluster.jobs.bench.clone import CloneCall, called, in_a_ray_job
 from tiermoe.cluster.jobs.bench.experiment import Experiment, LinkAt, Simulated, plain
 from tiermoe.cluster.jobs.bench.metrics import Bar, Report, Row, advancing, median_of, paired, rounded
-from tiermoe.cluster.jobs.bench.nodes import over_processes
+from tiermoe.cluster.jobs.bench.nodes import joined, over_nodes, over_processes
 from tiermoe.cluster.jobs.bench.options import require_each_once
 from tiermoe.cluster.jobs.bench.page import Table, select, table, write_folder
 from tiermoe.cluster.jobs.bench.run import Study, run_experiment
@@ -477,15 +478,18 @@ def judged_again(module: ModuleType, record: dict[str, Any]) -> dict[str, Any]:
     return record | {"comparisons": rounded(lines), "bars": [*others, *bars]} if lines else record
 
 
+def _experiment(name: str, quick: bool) -> Experiment:
+    experiment: Experiment = module_of(f"paper-{name}").experiment()
+    return quick_of(experiment) if quick else experiment
+
+
 def run_paper(name: str, quick: bool, folder: Path | None, progress: Progress | None = None) -> Report:
     """Run a paper's experiment, or resume it; writes its page and data into a folder, if there is one.
 
     Raises:
         ConfigError: it is unknown or refused, or the folder is not writable.
     """
-    experiment: Experiment = module_of(f"paper-{name}").experiment()
-    if quick:
-        experiment = quick_of(experiment)
+    experiment = _experiment(name, quick)
     out = None if folder is None else folder / f"{experiment.name}.json"
     report, journal = run_experiment(experiment, out=out, progress=progress)
     if folder is not None:
@@ -495,9 +499,14 @@ def run_paper(name: str, quick: bool, folder: Path | None, progress: Progress | 
 
 
 def run_papers(
-    names: Sequence[str], quick: bool, folder: Path | None, jobs: int, progress: Progress | None = None
-) -> Report:
-    """Run papers in so many processes; the comparisons and bars of all.
+    names: Sequence[str], quick: bool, folder: Path | None, jobs: int, progress: Progress | None = None,
+    address: str | None = None,
+) -> Report:  # fmt: skip
+    """Run papers in so many processes of each node; the comparisons and bars of all.
+
+    Args:
+        address: HOST:PORT of a Ray cluster whose nodes run them, or auto; None: in a Ray job its cluster, else this
+            machine. A paper's journal is on the machine that runs it, so one that other nodes run begins again.
 
     Raises:
         ConfigError: see `run_paper`; no name is given, or one twice.
@@ -506,9 +515,18 @@ def run_papers(
     if unknown := [name for name in names if name not in paper_names()]:
         raise ConfigError(f"there is no paper '{unknown[0]}'", f"give some of {', '.join(paper_names())}")
     advance, reports = advancing(progress, "papers", len(names)), dict[int, Report]()
-    for number, report in over_processes(partial(run_paper, quick=quick, folder=folder), names, jobs):
-        reports[number] = report
-        advance()
+    if (address := address or ("auto" if in_a_ray_job() else None)) is None:
+        for number, report in over_processes(partial(run_paper, quick=quick, folder=folder), names, jobs):
+            reports[number] = report
+            advance()
+    else:
+        calls = [CloneCall("papers", "run_paper", (name, quick, None)) for name in names]
+        with joined(address):
+            for number, report, _ in over_nodes(called, calls, each=jobs):
+                if folder is not None:
+                    write_folder(_experiment(names[number], quick), report.as_dict(), folder)
+                reports[number] = report
+                advance()
     found = [reports[number] for number in range(len(names))]
     rows = [{"paper": n} | line for n, one in zip(names, found, strict=True) for line in one.figures["comparisons"]]
     shown = ("paper", "title", "of_key", "published", "ours", "ratio", "verdict", "within")

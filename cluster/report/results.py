@@ -144,12 +144,14 @@ def measured_rows(rows: Iterable[Mapping[str, Any]]) -> list[Any]:
 def refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """A line for each row that was refused."""
     keys = ("section", "context", "budget", "link_gbps", "load")
-    return [
-        f"refused: {row.get('policy') or row['server']}"
-        + "".join(f", {key} {row[key]}" for key in keys if row.get(key) not in (None, ""))
-        + f": {row['refused']}"
-        for row in rows if "refused" in row
-    ]  # fmt: skip
+
+    def name(row: Mapping[str, Any]) -> str:
+        if "cell" in row:  # of a sweep: it names all that differs
+            return str(row["cell"])
+        said = (f", {key} {row[key]}" for key in keys if row.get(key) not in (None, ""))
+        return f"{row.get('policy') or row['server']}{''.join(said)}"
+
+    return [f"refused: {name(row)}: {row['refused']}" for row in rows if "refused" in row]
 
 
 def exit_code_of(rows: Iterable[Mapping[str, Any]]) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import Loopback
-from ray_nodes import RayNodes, environment
+
+from tiermoe.benchmarks.machines import Loopback, RayNodes, environment
 
 pytestmark = [pytest.mark.nodes, pytest.mark.timeout(400)]
 

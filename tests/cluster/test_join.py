@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 from fakes import FAKE_FACTS
-from ray_nodes import BIN, head
+from ray_nodes import head
 from ray_nodes import joining_environment as environment
 
+from tiermoe.benchmarks.machines import BIN
 from tiermoe.cluster.config import RaySettings, RunConfig, engine_settings
 from tiermoe.cluster.deploy import Deployment
 from tiermoe.cluster.launch import Launch, StandIns

@@ -15,9 +15,8 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 import yaml
-from machines import Loopback, Switch, why_not_isolated
-from ray_nodes import BIN, Node, RayNodes, environment
 
+from tiermoe.benchmarks.machines import BIN, Loopback, Node, RayNodes, Switch, environment, why_not_isolated
 from tiermoe.cluster.config import default_model_dir
 
 _WAIT_S = 300.0

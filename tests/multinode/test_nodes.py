@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from machines import IsolatedMachine, Loopback, Switch, why_not_isolated
-from ray_nodes import Node, RayNodes, RemoteError, RemoteRuntime, peers
+from ray_nodes import RemoteError, RemoteRuntime, peers
 from serving import default_model_greedy, prepared
 
+from tiermoe.benchmarks.machines import IsolatedMachine, Loopback, Node, RayNodes, Switch, why_not_isolated
 from tiermoe.cluster.config import default_model_dir
 from tiermoe.cluster.jobs.bench.serving import heldout_prompts
 

@@ -108,9 +108,9 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     group = typer.main.get_command(bench_commands.bench_app)
     names = group.list_commands(typer.Context(group))
     assert names == [
-        "serve", "compare", "overhead", "host", "ttft", "turns", "scale", "streams", "activeevict",
+        "serve", "sweep", "compare", "overhead", "host", "ttft", "turns", "scale", "streams", "activeevict",
         "auto-emulated", "buddymoe", "default", "fmoe", "moepic", "ndp", "prefetch", "presets", "papers", "redraw",
-        "gpu", "drafts", "draft-table", "core", "validation", "auto", "channel", "kernel", "resident",
+        "gpu", "deployment", "drafts", "draft-table", "core", "validation", "auto", "channel", "kernel", "resident",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(bench_commands.bench_app, [name, "--help"])

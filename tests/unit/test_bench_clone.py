@@ -29,10 +29,10 @@ def test_the_installed_package_says_where_the_others_are(monkeypatch: pytest.Mon
     monkeypatch.setattr(clone, "benchmarks_dir", lambda: None)
     monkeypatch.setattr(bench_commands, "_of_clone", lambda: None)
     group = typer.main.get_command(bench_commands.bench_app)
-    assert group.list_commands(typer.Context(group)) == ["serve", "compare"]
+    assert group.list_commands(typer.Context(group)) == ["serve", "sweep", "compare"]
     done = CliRunner().invoke(bench_commands.bench_app, ["overhead"])
     assert isinstance(done.exception, ConfigError)
-    assert "has no benchmark 'overhead'; give serve, compare; others run" in str(done.exception)
+    assert "has no benchmark 'overhead'; give serve, sweep, compare; others run" in str(done.exception)
     assert "clone of the repository" in str(done.exception)
 
 
@@ -66,4 +66,4 @@ def test_the_installed_package_compares_policies_without_a_clone(tmp_path: Path)
 
 def test_a_benchmark_that_is_nowhere_is_refused_with_the_names() -> None:
     done = CliRunner().invoke(bench_commands.bench_app, ["nope"])
-    assert "there is no benchmark 'nope'; give serve, compare, overhead, " in str(done.exception)
+    assert "there is no benchmark 'nope'; give serve, sweep, compare, overhead, " in str(done.exception)

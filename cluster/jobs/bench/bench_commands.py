@@ -7,6 +7,7 @@ its function. The package has what a user measures on his machine; in a clone, `
 from __future__ import annotations
 
 import inspect
+import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +23,14 @@ from ....errors import ConfigError
 from ...commands import Group
 from ...report.files import check_writable, writing
 from ...report.tables import show
+from ..ending import signalled
 from ..options import as_command
 from .cases import Serve, command
 from .clone import in_a_ray_job, load
 from .compare import experiment as compare
 from .experiment import Experiment
-from .finish import Check, Config, Json, JsonCommand, Model, file_or_folder, finish, say_overridden
-from .metrics import Report
+from .finish import Address, Check, Config, Json, JsonCommand, Model, file_or_folder, finish, say_overridden
+from .metrics import Report, fill_report_page
 
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
@@ -37,12 +39,6 @@ PageOut = Annotated[
     Path | None, typer.Option(help="FILE.json: write the object; a folder: write page, data and plots.")
 ]
 _Html = Annotated[Path | None, typer.Option(help="Write the HTML page of `tiermoe report` to this file.")]
-_Address = Annotated[
-    str | None,
-    typer.Option(
-        help="HOST:PORT of a Ray cluster, or auto: run cells on its nodes; default in a Ray job: its cluster."
-    ),
-]
 
 
 class _Group(Group):
@@ -97,7 +93,7 @@ def experiment_command(name: str, define: Callable[..., Experiment], needs_model
     own = {key: (hints[key], parameter.default) for key, parameter in inspect.signature(define).parameters.items()}
     common: dict[str, Any] = {"model": (Model, None), "config": (Config, None)} if needs_model else {}
     common |= {"out": (PageOut, None), "html": (_Html, None), "as_json": (Json, False), "check": (Check, False),
-               "address": (_Address, None)}  # fmt: skip
+               "address": (Address, None)}  # fmt: skip
     return as_command(run, name, define.__doc__, own | common)
 
 
@@ -105,7 +101,6 @@ def _run(
     experiment: Experiment, model: str | None, config: str | None, out: Path | None, html: Path | None, as_json: bool,
     check: bool, address: str | None,
 ) -> None:  # fmt: skip
-    from .cells import journal_file
     from .run import run_experiment
 
     say_overridden(config, experiment.own_keys)
@@ -136,12 +131,23 @@ def _run(
             _write_html(html, report, experiment.title)
         discard[0]()
 
-    try:
+    with _resumable(result):
         finish(measure, as_json, check, file, draw)
+
+
+@contextmanager
+def _resumable(result: Path | None) -> Iterator[None]:
+    """Say where the finished part of a result is, if the block is interrupted."""
+    from .cells import journal_file
+
+    try:
+        yield
     except (KeyboardInterrupt, SystemExit):
         if result is not None and journal_file(result).exists():
             said = f"'{journal_file(result)}' has the finished part: the same command resumes"
             show(Console(stderr=True), said)
+        if (code := signalled()) is not None:
+            sys.exit(code)  # Ray's client makes another one of SIGTERM
         raise
 
 
@@ -179,4 +185,37 @@ def _cells(address: str | None, progress: Progress) -> Iterator[Cells | None]:
 
 
 bench_app.command(cls=JsonCommand)(command("serve", Serve))
+
+
+@bench_app.command(cls=JsonCommand)
+def sweep(
+    file: Annotated[Path, typer.Argument(help="YAML: config, load, repeats, cells, baseline.", metavar="SWEEP.yaml")],
+    out: PageOut = None,
+    as_json: Json = False,
+    check: Check = False,
+) -> None:
+    """What a cluster serves by configuration and load: deploys each cell in turn; run again, it resumes."""
+    from ...host import cpu, versions
+    from .cells import Journal
+    from .sweep import cells_of, read_sweep, run_sweep, visited
+
+    chosen = read_sweep(file)
+    cells = cells_of(chosen)
+    result, folder = file_or_folder(out)
+    if folder is not None:
+        result = folder / f"{file.stem}.json"
+    fingerprint = {**chosen.model_dump(mode="json"), "hardware": cpu(), "versions": versions(),
+                   "configuration": [cell.config.model_dump(mode="json") for cell in cells]}  # fmt: skip
+    journal = Journal(result, fingerprint)
+
+    def written(report: Report) -> None:
+        if folder is not None:
+            fill_report_page(folder / f"{file.stem}.md", report)
+        if not report.refused:  # else the same command tries again what failed
+            journal.discard()
+
+    with _resumable(result):
+        finish(lambda progress: run_sweep(chosen, cells, visited, journal, progress), as_json, check, result, written)
+
+
 bench_app.command(cls=JsonCommand)(experiment_command("compare", compare))

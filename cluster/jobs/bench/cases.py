@@ -37,6 +37,7 @@ class Options(BaseModel):
 
     measure: ClassVar[str]  # module beside that of the class, and its function
     own_keys: ClassVar[Sequence[str]] = ()  # keys of a configuration that the case sets itself
+    parted: ClassVar[str] = ""  # field of several values, each of which another node may measure; empty: none
 
     def settings(self, **fixed: Any) -> dict[str, Any]:
         """The settings of the report: the options, overridden by the case's fixed values."""
@@ -144,12 +145,48 @@ def measure(options: Options, progress: Progress | None = None) -> Report:
     return report
 
 
+def measure_over_nodes(name: str, options: Options, address: str | None, progress: Progress | None = None) -> Report:
+    """The same, each value of the field `parted` on another node, in a process of its own; rows say which.
+
+    Args:
+        name: of a case in `benchmarks/`.
+        address: HOST:PORT of a Ray cluster, or auto; None: in a Ray job its cluster, if there are several values, else
+            this process.
+
+    Raises:
+        ConfigError: a node has no `benchmarks/`. As the case, and `nodes.over_nodes`.
+    """
+    from ...yaml_file import merged
+    from .clone import CloneCall, called, in_a_ray_job
+    from .metrics import advancing
+    from .nodes import joined, over_nodes
+
+    values = dict.fromkeys(getattr(options, options.parted)) if options.parted else {}
+    if address is None and not (in_a_ray_job() and len(values) > 1):
+        return measure(options, progress)
+    parts = [options.model_dump() | {options.parted: (value,)} for value in values]
+    found: dict[int, Report] = {}
+    advance = advancing(progress, "on the cluster's nodes", len(parts))
+    with joined(address or "auto"):
+        for number, report, node in over_nodes(called, [CloneCall("cases", "measured", (name, p)) for p in parts]):
+            report.rows = [{**row, "node": node} for row in report.rows]
+            found[number] = report
+            advance()
+    whole = found.pop(0)
+    for _, part in sorted(found.items()):
+        whole.rows += part.rows
+        whole.bars += part.bars
+        whole.settings = merged(whole.settings, part.settings)
+    whole.settings[options.parted] = list(values)
+    return whole
+
+
 def command(name: str, case: type[Options]) -> Callable[..., None]:
     """The function of `tiermoe bench NAME` for typer: the fields of the case, then --out, --json and --check."""
     from ..options import as_command  # typer: a GPU machine has none
-    from .finish import Check, Json, Out, file_or_folder, finish, say_overridden
+    from .finish import Address, Check, Json, Out, file_or_folder, finish, say_overridden
 
-    def run(out: Path | None, as_json: bool, check: bool, **given: Any) -> None:
+    def run(out: Path | None, as_json: bool, check: bool, address: str | None = None, **given: Any) -> None:
         options = case(**given)
         if case.own_keys:
             say_overridden(given["config"], case.own_keys)
@@ -162,10 +199,11 @@ def command(name: str, case: type[Options]) -> Callable[..., None]:
             if folder is not None:
                 options.write_page(folder / f"{result}.md", report)
 
-        finish(lambda progress: measure(options, progress), as_json, check, file, written)
+        finish(lambda progress: measure_over_nodes(name, options, address, progress), as_json, check, file, written)
 
     fields = {field: _option(info) for field, info in case.model_fields.items()}
-    common = {"out": (Out, None), "as_json": (Json, False), "check": (Check, False)}
+    common: dict[str, Any] = {"out": (Out, None), "as_json": (Json, False), "check": (Check, False)}
+    common |= {"address": (Address, None)} if case.parted else {}
     return as_command(run, name, case.__doc__, fields | common)
 
 

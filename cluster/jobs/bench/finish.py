@@ -28,6 +28,12 @@ Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when a bar doe
 Out = Annotated[
     Path | None, typer.Option(help="FILE.json: write the object; a folder: also fill the tables of NAME.md.")
 ]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="HOST:PORT of a Ray cluster, or auto: run cells on its nodes; default in a Ray job: its cluster."
+    ),
+]
 Config = Annotated[
     str | None,
     typer.Option(help="Configuration: a YAML file, or a name in configs/clusters."),

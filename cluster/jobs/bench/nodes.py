@@ -1,6 +1,6 @@
-"""An experiment's cells as Ray tasks over the nodes of a cluster, one timed cell a node at a time; or processes here.
+"""A benchmark's cells as Ray tasks over the nodes of a cluster, one timed cell a node at a time; or processes here.
 
-Each cell has a node and a process of its own. A lost node's cell runs again on another node; a node that joins takes
+Each cell has a process of its own. A lost node's cell runs again on another node; a node that joins takes
 part. `ray_session.py`, `deployed_actors.py` and `attach.py` also place work on nodes.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -57,13 +58,14 @@ def over_processes(run: Callable[[Any], T], things: Sequence[Any], jobs: int) ->
 
 
 def over_nodes(
-    run: Callable[[Any], T], things: Sequence[Any], cpus: float = 1.0, gpu: bool = False
+    run: Callable[[Any], T], things: Sequence[Any], cpus: float = 1.0, gpu: bool = False, each: int = 1
 ) -> Iterator[tuple[int, T, str]]:
     """Call `run` on each thing on the nodes of the Ray that this process has joined.
 
     Args:
         run: a function of a module that every node can import; its argument and result are pickled by Ray.
         cpus: CPUs of each call. gpu: each call also takes one GPU of a node that has any; Ray hides the others.
+        each: calls at a time on a node, as far as it has CPUs; those that are timed want it to themselves.
 
     Yields:
         The index of the thing, the result, and the node's address, in the order of completion.
@@ -86,12 +88,15 @@ def over_nodes(
             seen_s = time.monotonic() if nodes or running else seen_s
             if time.monotonic() - seen_s > _NOBODY_S:
                 raise RuntimeFailure(f"no node with {cpus:g} CPUs", "start one with `ray start --address ...`")
-            for node in set(nodes) - {at for _, at, _ in running.values()}:
-                if waiting:
-                    number, pinned = waiting.pop(0), NodeAffinitySchedulingStrategy(node, soft=False)
-                    gpus = min(1.0, nodes[node]["Resources"].get("GPU", 0.0)) if gpu else 0.0
-                    call = remote.options(scheduling_strategy=pinned, num_gpus=gpus)
-                    running[call.remote(things[number])] = (number, node, nodes[node]["NodeManagerAddress"])
+            busy = Counter(at for _, at, _ in running.values())
+            room = {name: min(each, int(n["Resources"]["CPU"] / cpus)) - busy[name] for name, n in nodes.items()}
+            while waiting and room and max(room.values()) > 0:
+                node = max(room, key=room.__getitem__)
+                number, pinned = waiting.pop(0), NodeAffinitySchedulingStrategy(node, soft=False)
+                gpus = min(1.0, nodes[node]["Resources"].get("GPU", 0.0)) if gpu else 0.0
+                call = remote.options(scheduling_strategy=pinned, num_gpus=gpus)
+                running[call.remote(things[number])] = (number, node, nodes[node]["NodeManagerAddress"])
+                room[node] -= 1
             done, _ = ray.wait(list(running), timeout=1.0) if running else ([], [])
             if not running:
                 time.sleep(0.2)
