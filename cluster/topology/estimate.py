@@ -92,7 +92,8 @@ def copy_times(
     prompt, rows = min(kv.request_tokens, _LONG_PROMPT), kv.max_batch_tokens
     if spec.mapped and spec.host_bytes is None:
         return CopyTimes(0, 0.0, 0.0, prompt, rows, 0, 0.0, hardware, None)
-    nbytes = stored if spec.gpu or spec.mapped or facts.form is not None else spec.slot_bytes
+    as_stored = spec.gpu or spec.host_bytes is not None or facts.form is not None
+    nbytes = stored if as_stored else spec.slot_bytes
     if spec.low_bit is not None:
         nbytes = min(nbytes, spec.low_bit.replica_bytes)
     one_s = _load_s(hardware, nbytes, _mapped_share(topology, facts))
