@@ -144,7 +144,7 @@ class GpuWorker:
         if settings.host_bytes is not None and not mapped:
             experts = ModelExperts(manifest.experts, self._sources.weights, dtype, 1, manifest.published)
             self._sources.read_into(make_tier(settings, experts))
-        pinned = self._sources.pin(device, settings.copies)
+        pinned = None if self._sources.tier is not None else self._sources.pin(device, settings.copies)
         tables, low_bit = None, None
         with dense_folder(self._view, self._stores, settings.store) as folder:
             here = folder == Path(self._view.path)  # else a temporary copy

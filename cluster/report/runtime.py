@@ -114,7 +114,8 @@ def _link(plan: Mapping[str, Any]) -> str:
         return "none: nothing is copied"
     link = plan["link"]
     if plan["executor"] == "real":
-        return "the hardware's own" if link["gbps"] is None else f"the disk, measured at {link['gbps']:.2f} GB/s"
+        of_disk = plan["device"] == "cpu" and link["gbps"] is not None
+        return f"the disk, measured at {link['gbps']:.2f} GB/s" if of_disk else "the hardware's own"
     speed = f"{link['gbps']:g} GB/s" if link["gbps"] else "unthrottled"
     return f"{speed}, {link['latency_us']:g} us before each copy (emulated)"
 

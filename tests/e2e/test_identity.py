@@ -76,19 +76,21 @@ def test_experts_are_read_from_the_disk(
         assert stats.host_memory.read_bytes >= stats.total().bytes_loaded > 0
 
 
-@pytest.mark.parametrize("policy", ["next-gate", "on-demand"])
+@pytest.mark.parametrize("executor", ["emulated", "real"])
 def test_slots_are_loaded_from_host_memory_that_is_read_from_the_disk(
-    policy: str, store: ExpertStore, reference: Reference
+    executor: str, store: ExpertStore, reference: Reference, request: pytest.FixtureRequest
 ) -> None:
-    """Three places: a quarter of the experts in slots, a half in host memory, all on the disk."""
+    """Three places: a quarter of the experts in slots, a half in host memory, all on the disk; also of a GPU."""
+    if executor == "real":
+        request.getfixturevalue("fake_gpu")
     host_bytes = LAYERS * EXPERTS // 2 * 98_304
-    with serving(store, preset(policy, 0.25, host_bytes=host_bytes)) as worker:
+    with serving(store, preset("next-gate", 0.25, host_bytes=host_bytes)) as worker:
         reference.check(worker, 4)
         reference.check(worker, 1)
         stats = worker.stats()
         _check_budget(worker)
         host = stats.host_memory
-        assert (stats.executor, host.slots, host.budget_bytes) == ("emulated", LAYERS * EXPERTS // 2, host_bytes)
+        assert (stats.executor, host.slots, host.budget_bytes) == (executor, LAYERS * EXPERTS // 2, host_bytes)
         assert host.hits + host.misses > 0
         assert 0 < host.bytes_demand + host.bytes_prefetch <= host.read_bytes
         assert worker._sources.tier.cache.residency.pins <= 1
