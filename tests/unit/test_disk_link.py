@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.cache import ExpertCache
+from tiermoe.actors.engine.cache.host_tier import HostTier
 from tiermoe.actors.engine.cache.places import disk_link
 from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.cache.slots import SlotPool
@@ -271,3 +272,23 @@ def test_a_prefetch_that_fails_is_dropped(tmp_path: Path, rig: Callable[..., Rig
     made.turn(0, [0])
     assert made.cache.core.summed.failed_prefetches == 1
     assert made.cache.residency.held() == [0]
+
+
+def test_what_a_device_is_loaded_from_stays_meanwhile(rig: Callable[[int], Rig]) -> None:
+    """A copy to a device read what a later prefetch had put in the expert's slot."""
+    made = rig(2)
+    tier = HostTier(made.cache)
+    for key in (0, 7, 0):
+        layer, expert = divmod(key, EXPERTS)
+        found = tier.take(layer, expert)
+        for ahead in range(LAYERS * EXPERTS):
+            tier.layer(ahead // EXPERTS).expert(ahead % EXPERTS).ask([])
+            while made.link.core.pending:
+                time.sleep(1e-3)
+        for array, tensor in zip(layer_values(layer, shape=SHAPE).values(), found, strict=True):
+            np.testing.assert_array_equal(tensor.numpy(), array[expert])
+        assert made.cache.residency.pins == 1
+    tier.close()
+    with pytest.raises(RuntimeFailure, match="closed"):
+        tier.take(0, 3)
+    assert made.cache.residency.pins == 0

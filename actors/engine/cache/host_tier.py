@@ -1,7 +1,6 @@
 """Experts of a store that is larger than host memory: read from the disk into a bounded cache there, and used from it.
 
     slots of a device <- loader's thread: `TierExpert` <- HostTier <- DiskLink
-    near-data worker, kernels on its slots                <- HostTier
 
 The tier is an `ExpertCache` in host memory, whose core decides and accounts as that of a device does: reads of one
 expert join, what is in use is pinned, demand comes before prefetch. Without a GPU a lead needs no tier: the cache of
@@ -10,8 +9,7 @@ its layers is one. All methods run on one thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .cache import ExpertCache
@@ -31,32 +29,11 @@ class HostTier:
 
     def __init__(self, cache: ExpertCache) -> None:
         self.cache, self._experts = cache, cache.where.experts
-        self._taken = ExitStack()  # holds what the last `take` gave
+        self._taken = False  # the pass of the last `take` is open: its expert is pinned
 
     def layer(self, index: int) -> TierLayer:
         """The source of a layer's experts."""
         return TierLayer(self, index)
-
-    @contextmanager
-    def held(self, layer: int, experts: Sequence[int]) -> Iterator[list[int]]:
-        """The slots of some experts, at most as many as there are, which stay in them meanwhile. Waits.
-
-        Raises:
-            StoreError: a file cannot be read, or has changed. RuntimeFailure: the tier was closed.
-        """
-        core, keys = self.cache.core, [layer * self._experts + expert for expert in experts]
-        try:
-            core.arrive(layer)
-            core.plan(core.open(layer, keys, [1] * len(keys), 1, []), [])
-            core.begin()
-            core.load()
-            while len(set(core.next())) > 1:
-                pass
-            yield [self.cache.residency.slot(key) for key in keys]
-            core.close()
-        except BaseException:
-            core.abandon()
-            raise
 
     def ask(self, layer: int, expert: int) -> None:
         """Read an expert ahead, unless there are reads enough."""
@@ -66,10 +43,27 @@ class HostTier:
             self.cache.prefetch([layer * self._experts + expert], source="loads")
 
     def take(self, layer: int, expert: int) -> Tensors:
-        """The tensors of an expert, unchanged until the next call. Waits. Raises as `held`."""
-        self._taken.close()
-        (slot,) = self._taken.enter_context(self.held(layer, [expert]))
-        return self.cache.pool.slot(slot, layer)
+        """The tensors of an expert, unchanged until the next call. Waits.
+
+        Raises:
+            StoreError: a file cannot be read, or has changed. RuntimeFailure: the tier was closed.
+        """
+        core, key = self.cache.core, layer * self._experts + expert
+        if self._taken:
+            core.next()
+            core.close()
+        self._taken = False
+        try:
+            core.arrive(layer)
+            core.plan(core.open(layer, [key], [1], 1, []), [])
+            core.begin()
+            core.load()
+            core.next()  # the expert is there; a second call says that it has been used, and it may leave
+        except BaseException:
+            core.abandon()
+            raise
+        self._taken = True
+        return self.cache.pool.slot(self.cache.residency.slot(key), layer)
 
     def close(self) -> None:
         """Stop reading. Safe to call twice."""
