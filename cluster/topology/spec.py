@@ -251,7 +251,8 @@ def cluster_spec(
         gpu=gpu,
         threads=settings.threads,
         policy=policy.name,
-        budget_bytes=(settings.host_bytes or 0) if mapped
+        budget_bytes=(settings.host_bytes or 0)
+        if mapped
         else divide(policy, settings.budget, slot_sizes(settings, facts, item)).budget,
         slot_bytes=slot_bytes,
         compute_item_bytes=item,

@@ -59,9 +59,7 @@ def test_experts_run_where_the_store_maps_them(store: ExpertStore, reference: Re
 
 
 @pytest.mark.parametrize(("slots", "policy"), [(0.34, "next-gate"), (0.03, "on-demand")])
-def test_experts_are_read_from_the_disk(
-    slots: float, policy: str, store: ExpertStore, reference: Reference
-) -> None:
+def test_experts_are_read_from_the_disk(slots: float, policy: str, store: ExpertStore, reference: Reference) -> None:
     """Past the page cache into slots of the store's type, of which there are fewer than experts."""
     host_bytes = int(slots * LAYERS * EXPERTS) * 98_304  # of an expert as stored
     chosen = settings(Budget(mapped=True), policy=load_policy(policy), kv=KV, host_bytes=host_bytes)

@@ -47,9 +47,7 @@ def in_forms(*names: str) -> Case:
     return replace(case, shape=shape, weights=weights, routers=routers, published=published)
 
 
-def outputs(
-    case: Case, budget: Any, rows: int, host_bytes: int | None = None
-) -> tuple[list[torch.Tensor], list[type]]:
+def outputs(case: Case, budget: Any, rows: int, host_bytes: int | None = None) -> tuple[list[torch.Tensor], list[type]]:
     """Of each layer on random rows, most of which go to expert 1; and what ran them.
 
     host_bytes: of slots in host memory, with budget "mapped".
