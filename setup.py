@@ -183,6 +183,7 @@ setup(
                 "actors/core/core.cpp",
                 "actors/core/cpu_layer.cpp",
                 "actors/core/cpu_module.cpp",
+                "actors/core/disk_link.cpp",
                 "actors/core/gpu_module.cpp",
                 "actors/core/layer.cpp",
                 "actors/core/maps.cpp",

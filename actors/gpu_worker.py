@@ -124,7 +124,7 @@ class GpuWorker:
         from .engine.dense.compile import CompiledDense
         from .engine.describe import describe
         from .engine.engine import ExpertEngine, PeerLinks
-        from .engine.make_cache import ModelExperts
+        from .engine.make_cache import ModelExperts, make_tier
         from .engine.make_device import make_device
         from .engine.model.architecture import left_out
         from .engine.model.attention import attention_of_steps
@@ -146,7 +146,10 @@ class GpuWorker:
         )
         settings = settle_budget(settings, device)
         self._sources = open_sources(self._view, self._stores, settings.store)
-        pinned = self._sources.pin(device, settings.copies)
+        if settings.host_bytes is not None and not mapped:
+            experts = ModelExperts(manifest.experts, self._sources.weights, dtype, 1, manifest.published)
+            self._sources.read_into(make_tier(settings, experts))
+        pinned = None if self._sources.tier is not None else self._sources.pin(device, settings.copies)
         tables, low_bit = None, None
         with dense_folder(self._view, self._stores, settings.store) as folder:
             here = folder == Path(self._view.path)  # else a temporary copy
@@ -380,7 +383,10 @@ class GpuWorker:
 
     def stats(self) -> Any:
         """Counters since the last reset (`EngineStats`)."""
-        return self._engine.stats()
+        found, tier = self._engine.stats(), self._sources.tier
+        if tier is not None:
+            found.host_memory = tier.cache.live_stats().host_memory
+        return found
 
     def shard_stats(self) -> list[dict[str, Any]]:
         """Counters of every GPU, the lead's first: totals over layers, slots and bytes.

@@ -211,6 +211,19 @@ class Streams(Options):
     tokens: Tokens = 48
 
 
+class Disk(Options):
+    """A store larger than memory: experts read from the disk into bounded slots, against the store's mapped files."""
+
+    measure = "disk.disk"
+    repeats: Repeats = 3
+    shape: str = Field("qwen3-30b-a3b", description="Of the random model, in Q4_0.")
+    layers: int = Field(4, ge=1, description="Of the random model; 340 MB of disk each in the default shape.")
+    share: float = Field(1 / 3, gt=0, lt=1, description="Of the store's experts that memory has room for.")
+    policy: str = Field("next-gate", description="Of the slots.")
+    threads: int = Field(1, ge=1, description="Compute threads.")
+    tokens: Tokens = 64
+
+
 class Core(Options):
     """Microseconds of the core in a layer, by preset, and by order of eviction; layer steps of the simulator."""
 
@@ -288,8 +301,8 @@ class Resident(Options):
 
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale, "streams": Streams,
-    "deployment": Deployment, "drafts": Drafts, "draft-table": DraftTable, "core": Core, "validation": Validation,
-    "auto": Auto, "channel": Channel, "kernel": Kernel, "resident": Resident,
+    "deployment": Deployment, "drafts": Drafts, "draft-table": DraftTable, "disk": Disk, "core": Core,
+    "validation": Validation, "auto": Auto, "channel": Channel, "kernel": Kernel, "resident": Resident,
 }  # fmt: skip
 
 

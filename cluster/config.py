@@ -73,8 +73,9 @@ class ClusterConfig(Settings):
         json_schema_extra=in_unit("bytes"),
     )  # fmt: skip
     host_memory: Annotated[ByteSize, Field(ge=1)] | None = Field(
-        default=None, description="host memory that the actors of this machine may take, such as 32GB; "
-        "default: the free memory", json_schema_extra=in_panel("Memory", "bytes"),
+        default=None, description="host memory that the actors of this machine may take, such as 32GB; a larger store "
+        "is read from the disk into what is left of it; default: the free memory",
+        json_schema_extra=in_panel("Memory", "bytes"),
     )  # fmt: skip
     store: StoreSettings = StoreSettings()
     channel_tls: str | None = Field(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
@@ -15,12 +19,14 @@ from tiermoe.actors.budget import Budget
 from tiermoe.actors.engine.cache.device import CpuDevice
 from tiermoe.actors.engine.cache.form_slots import FormWeights
 from tiermoe.actors.engine.cache.slots import LayerWeights
+from tiermoe.actors.engine.cache.sources import host_tensor
 from tiermoe.actors.engine.engine import ExpertEngine
 from tiermoe.actors.engine.make_cache import ModelExperts
 from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.settings import EngineSettings, LinkSettings
 from tiermoe.actors.store.format import ExpertShape, Published
+from tiermoe.actors.store.pages import FileStamp, map_file
 
 HIDDEN = 16  # with it a slot's tensors start at multiples of 64 bytes, so that GEMMs see every slot alike
 
@@ -60,11 +66,29 @@ def make_case(seed: int, layers: int, experts: int, top_k: int, native: bool, dt
     return Case(layers, experts, top_k, shape, dtype, weights, routers, native)
 
 
+def on_disk(case: Case, file: Path) -> Case:
+    """The same experts in a file that is mapped, one after another from an odd page on."""
+    tensors = [tensor.contiguous() for layer in case.weights for tensor in layer.tensors]
+    head, sizes = 4096 + 64, [-(-tensor.nbytes // 64) * 64 for tensor in tensors]
+    data = [t.view(-1).view(torch.uint8).numpy().tobytes().ljust(n) for t, n in zip(tensors, sizes, strict=True)]
+    file.write_bytes(bytes(head) + b"".join(data))
+    with open(file, "rb") as opened:
+        pages = map_file(opened.fileno(), str(file), FileStamp.of(os.fstat(opened.fileno())))
+    starts = itertools.accumulate(sizes, initial=head)
+    mapped = iter([
+        host_tensor(np.frombuffer(pages, np.uint8, t.nbytes, start), torch.uint8).view(t.dtype).view(t.shape)
+        for t, start in zip(tensors, starts, strict=False)
+    ])  # fmt: skip
+    weights = [layer.moved(tuple(itertools.islice(mapped, len(layer.tensors)))) for layer in case.weights]
+    return replace(case, weights=weights)
+
+
 @contextlib.contextmanager
 def engine_for(
     case: Case, budget: float | int | Literal["mapped"], prefetch: str = "none", distance: int = 1,
-    lossless: bool = True, **options: Any,
+    lossless: bool = True, host_bytes: int | None = None, **options: Any,
 ) -> Iterator[ExpertEngine]:  # fmt: skip
+    """host_bytes: as of `EngineSettings`, with budget "mapped"."""
     policy = PolicySettings(
         name="test", lossless=lossless, prefetch={"kind": prefetch, "distance": distance, "min_useful": 0.0},
         **options,
@@ -78,7 +102,7 @@ def engine_for(
     if not isinstance(budget, str):
         given = Budget(share=budget) if isinstance(budget, float) else Budget(nbytes=budget)
     engine = ExpertEngine(
-        EngineSettings(policy=policy, budget=given, device="cpu", integrity_checks=True),
+        EngineSettings(policy=policy, budget=given, host_bytes=host_bytes, device="cpu", integrity_checks=True),
         ModelExperts(case.shape, case.weights, case.dtype, case.top_k, case.published, mapped=mapped), blocks,
         CpuDevice(LinkSettings(), "real" if mapped else "emulated"),
     )  # fmt: skip

@@ -16,8 +16,8 @@ def takes(kernels: CapsuleType) -> bool:
     Whether a table of kernels (`_cpu.table`) is of a build with these layouts.
     """
 
-def errors(broken: object, no_slot: object, failure: object) -> None:
-    """The classes of what the core raises; the last takes a remedy, too."""
+def errors(broken: object, no_slot: object, failure: object, store: object) -> None:
+    """The classes of what the core raises; the last two take a remedy, too."""
 
 class Clock:
     def __init__(self) -> None: ...
@@ -64,6 +64,29 @@ class ThreadLink(Link):
     def place(self, homes: Sequence[Sequence[tuple[int, int]]], home_of: Sequence[int], position: Sequence[int], sources: Sequence[tuple[int, int, bool, int, int]], tensors: int) -> None: ...
 
     def hold(self, seconds: float) -> None: ...
+
+class DiskLink(Link):
+    """
+    Reads experts from files past the page cache (actors/core/disk_link.hpp).
+    """
+
+    def __init__(self, files: Sequence[tuple[str, int, int, int]], threads: int) -> None:
+        """
+        files: of each its path, an open descriptor, the address at which it is mapped, and its bytes.
+        """
+
+    def place(self, homes: Sequence[Sequence[tuple[int, int]]], home_of: Sequence[int], position: Sequence[int], sources: Sequence[tuple[int, int, bool, int, int]], tensors: int) -> None: ...
+
+    def measure(self, bytes: int) -> float:
+        """Bytes per second of pieces at equal distances in all files."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether all files are read past the page cache, as far as known."""
+
+    @property
+    def counts(self) -> tuple:
+        """Bytes read, in how many pieces, and the seconds of the longest."""
 
 class Order:
     def tell(self) -> None:

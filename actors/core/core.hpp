@@ -77,7 +77,8 @@ struct Late {
     double writing_s;  // of a wait: its part in which the slot was copied back
 };
 
-// What copies: a thread, a virtual clock, a GPU's streams, or Python (other nodes), which takes the interpreter's lock.
+// What copies: a thread, a disk's readers, a virtual clock, a GPU's streams, or Python (other nodes), which takes the
+// interpreter's lock.
 class Link {
   public:
     virtual ~Link() = default;

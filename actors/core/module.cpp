@@ -12,6 +12,7 @@
 #include "../../kernels/cpu/table.hpp"
 #include "bindings.hpp"
 #include "core.hpp"
+#include "disk_link.hpp"
 #include "python.hpp"
 #include "thread_link.hpp"
 #include "virtual_link.hpp"
@@ -44,7 +45,7 @@ Layout layout(std::int64_t layers, std::int64_t experts, std::int64_t parts, std
 }
 
 // The classes of Python that stand for the core's errors (`errors`).
-PyObject *broken_class, *no_slot_class, *failure_class;
+PyObject *broken_class, *no_slot_class, *failure_class, *store_class;
 
 void translate(const std::exception_ptr& error, void*) {
     try {
@@ -55,6 +56,8 @@ void translate(const std::exception_ptr& error, void*) {
         PyErr_SetString(no_slot_class, e.what());
     } catch (const Closed& e) {
         PyErr_SetObject(failure_class, nb::make_tuple(e.what(), "start a new worker").ptr());
+    } catch (const ReadFailed& e) {
+        PyErr_SetObject(store_class, nb::make_tuple(e.what(), e.remedy).ptr());
     } catch (const CopyFailed& e) {
         PyErr_SetObject(failure_class, nb::make_tuple(e.what(), "run again, and report it if it stays").ptr());
     }
@@ -73,14 +76,15 @@ struct Watched {
 NB_MODULE(_core, m) {
     using namespace tiermoe::core;
     m.doc() = "Decides and accounts for the expert memory of one device (actors/core/core.hpp).";
-    broken_class = PyExc_AssertionError, no_slot_class = PyExc_ValueError, failure_class = PyExc_RuntimeError;
+    broken_class = PyExc_AssertionError, no_slot_class = PyExc_ValueError, failure_class = store_class = PyExc_RuntimeError;
     nb::set_leak_warnings(false);  // at the interpreter's end a cache may still be there
     nb::register_exception_translator(translate);
     m.def("takes", [](nb::capsule of) { return of.name() && of.name() == tiermoe::kKernelTable; }, "kernels"_a,
           "Whether a table of kernels (`_cpu.table`) is of a build with these layouts.");
-    m.def("errors", [](nb::object broken, nb::object no_slot, nb::object failure) {
+    m.def("errors", [](nb::object broken, nb::object no_slot, nb::object failure, nb::object store) {
         broken_class = broken.release().ptr(), no_slot_class = no_slot.release().ptr(), failure_class = failure.release().ptr();
-    }, "broken"_a, "no_slot"_a, "failure"_a, "The classes of what the core raises; the last takes a remedy, too.");
+        store_class = store.release().ptr();
+    }, "broken"_a, "no_slot"_a, "failure"_a, "store"_a, "The classes of what the core raises; the last two take a remedy, too.");
 
     nb::class_<Clock>(m, "Clock")
         .def(nb::init<>())
@@ -110,6 +114,25 @@ NB_MODULE(_core, m) {
             link.place(places(homes, std::move(home_of), std::move(position), sources, tensors));
         }, "homes"_a, "home_of"_a, "position"_a, "sources"_a, "tensors"_a)
         .def("hold", &ThreadLink::hold, "seconds"_a);
+    nb::class_<DiskLink, Link>(m, "DiskLink", "Reads experts from files past the page cache (actors/core/disk_link.hpp).")
+        .def("__init__", [](DiskLink* made, const std::vector<std::tuple<std::string, int, std::uintptr_t, std::int64_t>>& given,
+                            int threads) {
+            std::vector<DiskLink::File> files;
+            for (const auto& [path, descriptor, at, bytes] : given)
+                files.push_back({path, descriptor, reinterpret_cast<const char*>(at), bytes});
+            new (made) DiskLink(files, threads);
+        }, "files"_a, "threads"_a, "files: of each its path, an open descriptor, the address at which it is mapped, and its bytes.")
+        .def("place", [](DiskLink& link, const Homes& homes, std::vector<std::int32_t> home_of,
+                         std::vector<std::int64_t> position, const Sources& sources, std::int64_t tensors) {
+            link.place(places(homes, std::move(home_of), std::move(position), sources, tensors));
+        }, "homes"_a, "home_of"_a, "position"_a, "sources"_a, "tensors"_a)
+        .def("measure", &DiskLink::measure, "bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+             "Bytes per second of pieces at equal distances in all files.")
+        .def_prop_ro("direct", &DiskLink::direct, "Whether all files are read past the page cache, as far as known.")
+        .def_prop_ro("counts", [](const DiskLink& link) {
+            const auto counts = link.counts();
+            return nb::make_tuple(counts.read, counts.pieces, counts.longest_s);
+        }, "Bytes read, in how many pieces, and the seconds of the longest.");
     bind_orders(m);
     nb::class_<Layout>(m, "Layout")
         .def("__init__", [](Layout* made, std::int64_t layers, std::int64_t experts, std::int64_t parts,

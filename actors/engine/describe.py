@@ -31,6 +31,7 @@ def describe(
     parts = [model] if head is None else [model, head]
     dense = {p.data_ptr(): p.nbytes for part in parts for p in held_parameters(part)}  # tied parameters once
     emulated = engine.device.executor == "emulated"
+    no_link: dict[str, Any] = dict.fromkeys(LinkSettings.model_fields)
     return {
         "model": manifest.model,
         "architecture": manifest.architecture,
@@ -47,7 +48,7 @@ def describe(
         "experts_per_layer": manifest.experts.num_experts,
         "top_k": engine.top_k,
         "experts": stats.experts,
-        "mapped": settings.budget.mapped,
+        "mapped": settings.budget.mapped and settings.host_bytes is None,
         "slots": _slots(stats),
         "slot_bytes": engine.slot_bytes,
         "expert_bytes_total": stats.experts * engine.slot_bytes,
@@ -59,7 +60,7 @@ def describe(
         "store_path": view.path,
         "store_bytes": sum(record.nbytes for record in manifest.files()),
         "expert_kernel": engine.kernels.plan.as_dict(),
-        "link": settings.link.model_dump() if emulated else dict.fromkeys(LinkSettings.model_fields),
+        "link": settings.link.model_dump() if emulated else no_link | {"gbps": engine.cache.disk_gbps},
         "pinned": None if pinned is None else pinned.staged == 0 and len(view.layers) == len(manifest.layers),
         "pinned_bytes": None if pinned is None else pinned.registered + pinned.copied,
         "staged_bytes": None if pinned is None else pinned.staged,

@@ -159,7 +159,7 @@ class ExpertEngine:
             )
             self._attach_layers(settings, shape, blocks, self._make_rerouter(policy, blocks, artifacts))
             self._at_begin += self._begin_hooks()
-            if model.mapped:
+            if isinstance(self.cache.pool, MappedPool):
                 self.cache.fill_mapped()
             elif policy.preload == "all":
                 self.cache.core.preload(mine)

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import cast
 
 import torch
 
 from ...errors import BudgetError, ConfigError, size
+from ..budget import Budget
 from ..core import _core
 from ..policies.cost import Link, load_s
 from ..policies.registry import PolicyContext
 from ..policies.slot_classes import make_eviction
-from ..settings import CopySettings, EngineSettings
+from ..policy_settings import PolicySettings
+from ..settings import CopySettings, EngineSettings, LinkSettings
 from ..slot_budget import SlotSizes, divide
 from ..store.format import ExpertShape, Published
 from .cache.cache import ExpertCache
 from .cache.device import CpuDevice, Device
 from .cache.form_slots import FormPool, FormWeights
+from .cache.host_tier import HostTier
 from .cache.links import CacheLink, Carrier, loader_link
 from .cache.loader import Loader
 from .cache.low_bits import ReplicaWeights, make_part
-from .cache.places import linkable, mapped_link, thread_link
+from .cache.places import disk_link, linkable, mapped_link, thread_link
 from .cache.slot_map import SlotMap
 from .cache.slots import ExpertSource, LayerWeights, MappedPool, SlotMemory, SlotPool
 from .cuda.device import CudaDevice
 from .cuda.stream_link import stream_link
 from .stats import EngineStats, LayerStats, Timeline
+
+_TIER = PolicySettings(name="host-tier", lossless=True, eviction="lfu")
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class ModelExperts:
     shape: of one. sources: of each MoE layer's experts. dtype: of the compute. top_k: experts per token.
     published: their forms, which slots hold as they are; None: slots hold neurons in `dtype`.
     replicas: in low bits, with slots of their own within the budget; None: no policy loads them.
-    mapped: experts run where the store maps them, without slots; all sources are of this node.
+    mapped: experts run in host memory as they are stored: where the store maps them, without slots, or where that is
+        more than there is memory for (`EngineSettings.host_bytes`) in slots; all sources are of this node.
     """
 
     shape: ExpertShape
@@ -52,10 +58,12 @@ class ModelExperts:
     @cached_property
     def slot_bytes(self) -> int:
         """Of a slot for a whole expert; of mapped ones, of an expert as stored."""
-        if self.published is not None:
-            return self.published.slot_bytes
-        item = cast(LayerWeights, self.sources[0]).tensors[0].itemsize if self.mapped else self.dtype.itemsize
-        return self.shape.nbytes(item)
+        return self.shape.nbytes(self.slot_dtype.itemsize) if self.published is None else self.published.slot_bytes
+
+    @cached_property
+    def slot_dtype(self) -> torch.dtype:
+        """Of neurons in slots, or mapped."""
+        return cast(LayerWeights, self.sources[0]).tensors[0].dtype if self.mapped else self.dtype
 
 
 def make_cache(
@@ -81,10 +89,12 @@ def make_cache(
         layers, shape.num_experts, slot_bytes, shape.intermediate, model.top_k,
         None if replicas is None else replicas.shape.nbytes(), settings.shards.count, settings.shards.ownership,
     )  # fmt: skip
-    bought = divide(policy, settings.budget, sizes, len(keys))
+    slots = not model.mapped or settings.host_bytes is not None
+    budget = Budget(nbytes=settings.host_bytes) if model.mapped and slots else settings.budget
+    bought = divide(policy, budget, sizes, len(keys))
     stats = EngineStats(
         layers=[LayerStats() for _ in range(layers)],
-        expert_budget_bytes=0 if model.mapped else bought.budget,
+        expert_budget_bytes=bought.budget if slots else 0,
         slots=bought.slots,
         experts=layers * shape.num_experts,
         executor=device.executor,
@@ -94,10 +104,12 @@ def make_cache(
     try:
         part = None if replicas is None else make_part(replicas, bought.replica_slots, device.torch_device)
         pool: SlotPool | FormPool | MappedPool
-        if model.mapped:
-            pool = MappedPool(_on_this_node(model.sources), shape, model.dtype, model.published)
+        stored = _on_this_node(model.sources) if model.mapped else []
+        if not slots:
+            pool = MappedPool(stored, shape, model.dtype, model.published)
         elif model.published is None:
-            pool = SlotPool.allocate(shape, bought.slots, model.dtype, device.torch_device, memory)
+            computes = model.dtype if model.mapped else None
+            pool = SlotPool.allocate(shape, bought.slots, model.slot_dtype, device.torch_device, memory, computes)
         else:
             pool = FormPool.allocate(model.published, bought.slots, model.dtype, device.torch_device, memory)
     except torch.OutOfMemoryError as error:
@@ -121,6 +133,20 @@ def make_cache(
     )
 
 
+def make_tier(settings: EngineSettings, model: ModelExperts) -> HostTier:
+    """The host memory that slots of a device are loaded from: `host_bytes` of the settings, for experts as stored.
+
+    Who is used most stays: what is used again soon is in the device's slots, so that recency says little here.
+
+    Raises:
+        BudgetError: it does not hold an expert. ConfigError: some experts are on other nodes.
+    """
+    stored = replace(model, replicas=None, mapped=True)
+    own = settings.model_copy(update={"policy": _TIER, "budget": Budget(mapped=True), "trace": False})
+    keys = range(len(model.sources) * model.shape.num_experts)
+    return HostTier(make_cache(own, stored, CpuDevice(LinkSettings(), "real"), keys))
+
+
 def _on_this_node(sources: Sequence[ExpertSource]) -> list[LayerWeights | FormWeights]:
     """The sources as mapped experts. Raises ConfigError: some are on other nodes."""
     found = [source for source in sources if isinstance(source, LayerWeights | FormWeights)]
@@ -135,13 +161,15 @@ def _on_this_node(sources: Sequence[ExpertSource]) -> list[LayerWeights | FormWe
 def make_link(
     device: Device, where: SlotMap, settings: CopySettings | None = None, keys: Sequence[int] | None = None
 ) -> CacheLink:
-    """A GPU's streams, the stand-in's link thread, or a Python thread for other sources.
+    """A GPU's streams, the stand-in's link thread, the disk's readers, or a Python thread for other sources.
 
     settings: of copies to a GPU; None: the defaults. keys: of the experts that are copied; None: all.
     """
     pool, weights = where.pool, where.weights
     if isinstance(pool, MappedPool):
         return mapped_link(where)
+    if isinstance(device, CpuDevice) and device.executor == "real":
+        return disk_link(where)
     if isinstance(device, CpuDevice) and linkable(pool, weights):
         rate = 0.0 if device.link.gbps is None else device.link.gbps * 1e9
         return thread_link(where, rate, device.link.latency_us * 1e-6)

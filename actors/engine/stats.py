@@ -198,6 +198,34 @@ class SharedMemoryStats:
     to_experts: int = 0
 
 
+@dataclass(frozen=True)
+class HostMemoryStats:
+    """Host memory that holds a part of the store, and the disk that it is read from.
+
+    Counted since the last reset; where a device's slots are loaded from it, since the start.
+
+    Attributes:
+        slots: experts that it holds. budget_bytes: of them.
+        hits, misses: experts that were there when the forward, or a device's slot, needed them, and that were not.
+        bytes_demand, bytes_prefetch: of experts that were read. bytes_wasted: prefetched, and never needed.
+        waited_s: seconds for which the forward, or a device's link, waited for the disk.
+        gbps: 1e9 bytes per second, measured at the start.
+        read_bytes: of files, since the start, with what lies beside experts on their pages. longest_s: of one piece.
+    """
+
+    slots: int
+    budget_bytes: int
+    hits: int
+    misses: int
+    bytes_demand: int
+    bytes_prefetch: int
+    bytes_wasted: int
+    waited_s: float
+    gbps: float
+    read_bytes: int
+    longest_s: float
+
+
 @dataclass
 class EngineStats:
     """Counters of one engine, per MoE layer and in total."""
@@ -217,6 +245,7 @@ class EngineStats:
     matcher: dict[str, Any] | None = None  # `MatcherLink.report`; None: no matcher
     configurator: ConfiguratorStats | None = None  # None: the split is fixed
     shared: SharedMemoryStats | None = None  # None: the KV cache has memory of its own
+    host_memory: HostMemoryStats | None = None  # None: the store is mapped, as a whole
     planner: PlannerStats | None = None  # None: another placement than auto
     drafts: DraftStats | None = None  # None: no request is drafted
     migrations: int = 0  # sequences whose prefill decided a placement

@@ -6,7 +6,9 @@ with, every `LOOK_S` seconds. Where one differs it says so on standard error, wh
 process. Who made the process makes it again, and it opens its files anew: while one does not verify, the error of its
 start names the file (`cluster.supervision`).
 
-Reading a page behind the end of a truncated file, or of a failing disk, ends the process at once by SIGBUS.
+Reading a page behind the end of a truncated file, or of a failing disk, ends the process at once by SIGBUS. Where
+experts are read past the page cache (`core/disk_link.hpp`), no page of theirs is touched: a mapping says where they
+lie.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ import os
 import sys
 import threading
 import weakref
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from ...errors import StoreError
 
@@ -56,11 +62,14 @@ class FileStamp:
 
 @dataclass(eq=False)
 class _Mapping:
-    """A mapped file. descriptor: of the open file, which also tells where its folder is closed to this process."""
+    """A mapped file. descriptor: of the open file, which also tells where its folder is closed to this process.
+    address: of its first byte.
+    """
 
     path: str
     descriptor: int
     stamp: FileStamp
+    address: int
 
     def change(self) -> str | None:
         """What happened to the file; None: nothing."""
@@ -92,10 +101,27 @@ def map_file(descriptor: int, path: str, stamp: FileStamp, writable: bool = Fals
         OSError, ValueError: it cannot be mapped, or is empty.
     """
     pages = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ)
-    mapping = _Mapping(path, os.dup(descriptor), stamp)
+    address = np.frombuffer(pages, np.uint8, 1).ctypes.data
+    mapping = _Mapping(path, os.dup(descriptor), stamp, address)
     _mappings.add(mapping)
     weakref.finalize(pages, mapping.release).atexit = False
     return pages
+
+
+def files_at(addresses: Iterable[int]) -> list[tuple[str, int, int, int]]:
+    """The mapped files in which these addresses lie: path, descriptor, address of the first byte, bytes.
+
+    Raises:
+        ValueError: an address is in none.
+    """
+    known = sorted(_mappings, key=lambda mapping: mapping.address)
+    starts, found = [mapping.address for mapping in known], set[_Mapping]()
+    for address in addresses:
+        index = bisect_right(starts, address) - 1
+        if index < 0 or address >= starts[index] + known[index].stamp.nbytes:
+            raise ValueError("an expert lies in no mapped file")
+        found.add(known[index])
+    return [(m.path, m.descriptor, m.address, m.stamp.nbytes) for m in known if m in found]
 
 
 def check_files() -> None:

@@ -45,6 +45,12 @@ _LOAD = {  # as `_EXPERTS`, of the present load
     "expert_slots_used": ("Slots of the lead's expert cache in use.", "slots_used"),
     "expert_pins": ("Experts' pins by the forward that runs, on the lead.", "pins"),
 }
+_HOST = {  # as `_EXPERTS`, of host memory that holds a part of the store
+    "host_memory_hits": ("Experts that were needed and found in host memory.", "hits"),
+    "host_memory_misses": ("Experts that were needed and read from the disk.", "misses"),
+    "disk_bytes_wasted": ("Bytes that were read ahead from the disk and not needed.", "bytes_wasted"),
+    "disk_wait_seconds": ("Seconds that the compute, or a device's link, waited for the disk.", "waited_s"),
+}
 _DRAFTS = {  # as `_EXPERTS`, of drafts
     "draft_steps": ("Steps that verified drafted tokens.", "steps"),
     "draft_tokens": ("Drafted tokens that were verified.", "drafted"),
@@ -269,6 +275,11 @@ class RuntimeCounters(Collector):
             yield GaugeMetricFamily("tiermoe_kv_cache_tokens", about, shared["kv_tokens"])
             moves = {to: shared[f"to_{to}"] for to in ("kv", "experts")}
             yield _counters("memory_moves", "Times that slots and KV cache gave each other memory.", "to", moves)
+        if (host := stats.get("host_memory")) is not None:
+            for name, (about, key) in _HOST.items():
+                yield CounterMetricFamily(f"tiermoe_{name}", about, host[key])
+            read = {cause: host[f"bytes_{cause}"] for cause in ("demand", "prefetch")}
+            yield _counters("disk_bytes_read", "Expert bytes read from the disk.", "cause", read)
         if (planner := stats.get("planner")) is not None:
             yield from _of_planner(planner)
         if (drafts := stats.get("drafts")) is not None:

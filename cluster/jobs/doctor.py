@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ...actors.store.disk import read_gbps, weights_in
 from ...errors import CheckpointError, ConfigError
 from ...limits import Memory, cores, cores_words, memory, memory_words
 from ..checkpoints.hub import headers, locate
@@ -77,11 +78,15 @@ def examine(model_dir: Path) -> tuple[dict[str, Any], ConfigError | None]:
         "versions": versions(),
         "unusable_gpu": None if refusal is None else str(refusal),
         "job_agent_port_taken": job_agent_port_taken(),
+        "disk": None,
         "model": None,
     }
     if model_dir == default_model_dir() and not model_dir.is_dir():
         return report, refusal
     check_model_dir(model_dir)
+    if (file := weights_in([model_dir])) is not None:
+        gbps, direct = read_gbps(file)
+        report["disk"] = {"file": str(shown(file)), "gbps": gbps, "direct": direct}
     elements = routed_expert_elements(model_dir)
     needs = {dtype: elements * each for dtype, each in _ITEM_BYTES.items()}
     free = max((device.free_bytes for device in found), default=0)
@@ -144,6 +149,9 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("instruction sets", " ".join(chip["instruction_sets"]) or "none that matter here"),
         ("host memory", f"{_free(host)}, copy {host['copy_gbps']:.1f} GB/s (one thread, measured)"),
     ]  # fmt: skip
+    if (disk := report["disk"]) is not None:
+        how = "past the page cache" if disk["direct"] else "through the page cache, for want of direct reads"
+        rows.append(("disk", f"{disk['gbps']:.2f} GB/s, {how} (measured on {disk['file']})"))
     for device in report["devices"]:
         rows.append(("device", f"{device['name']}, {size(device['free_bytes'])} free"))
         speed = f"{device['link_gbps']:.1f} GB/s"

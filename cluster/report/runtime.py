@@ -112,9 +112,10 @@ def _kernels(choice: Mapping[str, Any]) -> str:
 def _link(plan: Mapping[str, Any]) -> str:
     if plan.get("mapped"):
         return "none: nothing is copied"
-    if plan["executor"] == "real":
-        return "the hardware's own"
     link = plan["link"]
+    if plan["executor"] == "real":
+        of_disk = plan["device"] == "cpu" and link["gbps"] is not None
+        return f"the disk, measured at {link['gbps']:.2f} GB/s" if of_disk else "the hardware's own"
     speed = f"{link['gbps']:g} GB/s" if link["gbps"] else "unthrottled"
     return f"{speed}, {link['latency_us']:g} us before each copy (emulated)"
 
@@ -207,8 +208,8 @@ def _summary(record: Mapping[str, Any]) -> Facts:
         ("workers", f"{count(spec['shards'], 'GPU' if spec['gpu'] else 'CPU' if mapped else 'CPU stand-in')}, "
                     f"{count(spec['threads'], 'thread')} each, strategy {spec['strategy']}, "
                     f"experts by '{spec['ownership']}'"),
-        ("budget of each", "none: experts run where the store maps them" if mapped else
-                           f"{size(spec['budget_bytes'])}, {slots}"),
+        ("budget of each", "none: experts run where the store maps them" if mapped and not spec["budget_bytes"] else
+                           f"{size(spec['budget_bytes'])}{' of host memory' if mapped else ''}, {slots}"),
         *_auto(spec["auto"]),
         ("store", f"{spec['store_layout']}, on {_STORE_NODES[spec['store_nodes']]}; "
                   f"{size(model['store_bytes'])} on disk{more}{stay}"),

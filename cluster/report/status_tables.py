@@ -207,8 +207,20 @@ def _counter_rows(total: Mapping[str, Any], plan: Mapping[str, Any]) -> list[tup
         *(_ndp_rows(total) if plan.get("ndp") else []),
         ("expert memory", _expert_memory(total)),
         *shared_rows(total),
+        *_disk_rows(total),
         *_draft_rows(total),
     ]  # fmt: skip
+
+
+def _disk_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of a store that is larger than host memory."""
+    if (host := total.get("host_memory")) is None:
+        return []
+    needed, read = host["hits"] + host["misses"], host["bytes_demand"] + host["bytes_prefetch"]
+    rate = share(host["hits"] / needed) if needed else NOTHING_RAN
+    return [("host memory", f"{host['slots']} experts in {size(host['budget_bytes'])}, hits {rate}; {size(read)} read "
+                            f"from the disk at up to {host['gbps']:.2f} GB/s, {seconds(host['waited_s'])} waited for, "
+                            f"the longest read {seconds(host['longest_s'])}")]  # fmt: skip
 
 
 def _draft_rows(total: Mapping[str, Any]) -> list[tuple[str, str]]:

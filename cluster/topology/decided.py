@@ -2,7 +2,8 @@
 terms of `budget: auto`.
 
 Without a GPU, and without anything that asks for the stand-in (`RunConfig.stands_in`), experts run where the store maps
-them: there is no budget, nothing is copied, and no policy has anything to decide.
+them: there is no budget, nothing is copied, and no policy has anything to decide. Where the store is larger than what
+host memory leaves for it, experts run in slots there that are read from the disk, by the policy `next-gate`.
 
 The default policy is `next-gate` where copies are quick, else `auto`: there is too little to save there. While layers
 were planned in Python `auto` took 1.04 (35 us a copy, latency included) and 1.19 (16 us) of `next-gate`'s time a token,
@@ -14,10 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...actors.budget import AutoBudget, Budget, ModelSizes, activation_bytes, graph_bytes
+from ...actors.budget import (
+    MARGIN_BYTES,
+    MARGIN_SHARE,
+    AutoBudget,
+    Budget,
+    ModelSizes,
+    activation_bytes,
+    graph_bytes,
+    in_words,
+)
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
 from ...actors.slot_budget import least_bytes
+from ...errors import size
 from ...proto.options import Limits
 from ..config import AUTO, DEFAULT_BUDGET, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
 from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
@@ -45,7 +56,7 @@ def decided(
     gpu, why = wants_gpu(settings, nodes), tuple[str, ...]()
     if settings.budget.mapped:
         if not gpu:
-            return settings, ("without a GPU, experts run where the store maps them; --emulate stands in for a GPU",)
+            return _in_host_memory(config, settings, facts, nodes, here)
         settings = settings.model_copy(update={"budget": Budget.parse(DEFAULT_BUDGET)})
     if config.policy == DEFAULT_POLICY:
         name, reason = _choice(config, facts.slot_bytes(compute_item_bytes(settings, gpu)), gpu)
@@ -63,7 +74,56 @@ def decided(
             settings = settings.model_copy(update={"kv": kv})
         if auto and terms.nbytes:
             settings = settings.model_copy(update={"budget": Budget(auto=terms)})
-    return settings, why
+    host_bytes, because = _host_bytes(config, settings, facts, nodes, here)
+    return settings.model_copy(update={"host_bytes": host_bytes}), why + because
+
+
+def _in_host_memory(
+    config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
+) -> tuple[EngineSettings, tuple[str, ...]]:
+    """Without a GPU: experts run where the store maps them; where host memory does not hold all of them, in slots there
+    that are read from the disk.
+    """
+    terms = _terms(config, settings, facts, nodes, here)
+    terms = terms.model_copy(update={
+        "mapped": 0, "slot": facts.expert_bytes, "least": facts.expert_bytes, "most": facts.all_bytes,
+    })  # fmt: skip
+    room = None if terms.free is None else terms.terms["experts"]  # of each lead
+    if room is None or room * terms.leads >= facts.all_bytes or room < terms.slot:
+        return settings, ("without a GPU, experts run where the store maps them; --emulate stands in for a GPU",)
+    policy = chosen_policy(STEPPED)
+    why = (
+        f"{in_words(terms.terms, terms.chunk, terms.tokens)}, and the store has {size(facts.all_bytes)}: they are read "
+        f"from the disk, past the page cache, by policy {policy.name}"
+    )
+    return settings.model_copy(update={"host_bytes": room, "policy": policy}), (why,)
+
+
+def _host_bytes(
+    config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
+) -> tuple[int | None, tuple[str, ...]]:
+    """Host memory that slots are loaded from, where it does not hold all experts; None: the store is mapped.
+
+    Other processes map the store, too, so one that computes experts rules it out; and an expert is read as a whole.
+    """
+    cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
+    memory = _host_free(nodes)
+    whole = policy.split.kind == "off" and policy.low_bit is None and cluster.store.layout == "replicated"
+    alone = cluster.shards == 1 and not config.ndp_workers(policy)
+    if memory is None or not whole or not alone or (settings.budget.auto is not None and not gpu):
+        return None, ()
+    terms = _terms(config, settings, facts, nodes, here)
+    taken = MARGIN_BYTES + int(MARGIN_SHARE * memory) + _process_bytes(config, settings)
+    if not gpu:
+        slots = settings.budget.bytes_of(terms.slot, facts.layers * facts.experts)
+        taken += cluster.replicas * (terms.dense + terms.kv + terms.states + terms.activations + slots)
+    room = (memory - taken) // cluster.replicas
+    if not facts.expert_bytes <= room < facts.all_bytes:
+        return None, ()
+    return room, (
+        f"the store has {size(facts.all_bytes)} of experts: they are read from the disk, past the page cache, into "
+        f"{size(room)} of host memory",
+    )
 
 
 def _choice(config: RunConfig, slot_bytes: int, gpu: bool) -> tuple[str, str]:
@@ -141,18 +201,28 @@ def _terms(
     )  # fmt: skip
     if gpu:
         return terms.model_copy(update={"free": _gpu_free(config, here)})
-    memory = [int(node.amount("memory")) for node in nodes if node.alive and node.amount("memory")]
-    ndp = config.ndp_workers(settings.policy)
     widths = settings.policy.replica_widths
     replicas = sum(replica_bytes(facts, bits, settings.ndp.group_size) for bits in widths)
-    processes = cluster.replicas * (cluster.shards + ndp + 1) + 1  # a store each, and the driver
     return terms.model_copy(update={
-        "free": min(memory) if memory else None, "final": True, "leads": cluster.replicas,
+        "free": _host_free(nodes), "final": True, "leads": cluster.replicas,
         "devices": cluster.replicas * cluster.shards,
         "mapped": facts.all_bytes + replicas * facts.layers * facts.experts,
-        "processes": processes * _PROCESS_BYTES + (_RAY_BYTES if config.ray.address is None else 0),
+        "processes": _process_bytes(config, settings),
         "states": terms.states + (0 if facts.paged else kv.checkpoint_bytes),  # which are in host memory
     })  # fmt: skip
+
+
+def _host_free(nodes: Sequence[NodeInfo]) -> int | None:
+    """Free host memory of the node with the least; None: not known."""
+    return min((int(node.amount("memory")) for node in nodes if node.alive and node.amount("memory")), default=None)
+
+
+def _process_bytes(config: RunConfig, settings: EngineSettings) -> int:
+    """Of all processes of a run, without weights."""
+    cluster = config.cluster
+    each = cluster.shards + config.ndp_workers(settings.policy) + 1  # a store
+    processes = cluster.replicas * each + 1  # the driver
+    return processes * _PROCESS_BYTES + (_RAY_BYTES if config.ray.address is None else 0)
 
 
 def _gpu_free(config: RunConfig, here: bool) -> int | None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ...actors.settings import EngineSettings, KvSettings
+from ...actors.store.disk import read_gbps, weights_in
 from ...errors import ConfigError
 from ..config import RunConfig
 from .machine_costs import known_costs
@@ -38,6 +40,7 @@ class Hardware:
 
 
 _GPU = Hardware("H100-class, assumed", 55.0, 10.0)  # 87% of PCIe 5.0 x16; a copy
+_DISK = Hardware("NVMe disk, assumed", 3.0, 0.0)
 _STAND_IN = Hardware("CPU stand-in, assumed", 10.0, 0.0)  # an unthrottled copy is one thread's read of host memory
 
 
@@ -87,9 +90,10 @@ def copy_times(
     """
     stored = facts.all_bytes // (facts.layers * facts.experts)
     prompt, rows = min(kv.request_tokens, _LONG_PROMPT), kv.max_batch_tokens
-    if spec.mapped:
+    if spec.mapped and spec.host_bytes is None:
         return CopyTimes(0, 0.0, 0.0, prompt, rows, 0, 0.0, hardware, None)
-    nbytes = stored if spec.gpu or facts.form is not None else spec.slot_bytes
+    as_stored = spec.gpu or spec.host_bytes is not None or facts.form is not None
+    nbytes = stored if as_stored else spec.slot_bytes
     if spec.low_bit is not None:
         nbytes = min(nbytes, spec.low_bit.replica_bytes)
     one_s = _load_s(hardware, nbytes, _mapped_share(topology, facts))
@@ -123,6 +127,20 @@ def links_of(config: RunConfig, gpu: bool, here: bool) -> Hardware:
     if costs is not None and costs.executor == ("real" if gpu else "emulated"):
         return replace(found, name=costs.machine, link_gbps=costs.copy_gbps)
     return found
+
+
+def disk_of(config: RunConfig, here: bool) -> Hardware:
+    """The disk of a configuration's store or model, as it is measured now; else an assumed one.
+
+    Args:
+        here: whether that is on this machine.
+    """
+    folders = [Path(folder).expanduser() for folder in (config.store, config.model_dir) if here and folder is not None]
+    if (file := weights_in(folders)) is None:
+        return _DISK
+    gbps, direct = read_gbps(file)
+    past = "past" if direct else "through"
+    return Hardware(f"disk, measured {past} the page cache on {file.name}", round(gbps, 2), 0.0)
 
 
 def _load_s(hardware: Hardware, nbytes: float, mapped: float) -> float:
@@ -186,7 +204,8 @@ def make_plan(
     found = [*topology.notes, *notes]
     if facts.dense_estimated:
         found.append("dense bytes are computed from config.json: the weights are not here")
-    times = copy_times(topology, spec, facts, links_of(config, spec.gpu, here), settings.kv)
+    link = links_of(config, spec.gpu, here) if spec.host_bytes is None else disk_of(config, here)
+    times = copy_times(topology, spec, facts, link, settings.kv)
     return PlanResult(facts, spec, topology, times, nodes_from, tuple(found))
 
 

@@ -62,10 +62,11 @@ class NodeUsage:
 
     Args:
         gpu: whether slots, dense weights and KV cache are in a GPU's memory rather than in the node's.
+        reads_disk: whether experts are read from the store past the page cache: what is mapped takes no memory.
     """
 
-    def __init__(self, node: NodeInfo, facts: ModelFacts, gpu: bool) -> None:
-        self.node, self._facts, self._gpu = node, facts, gpu
+    def __init__(self, node: NodeInfo, facts: ModelFacts, gpu: bool, reads_disk: bool = False) -> None:
+        self.node, self._facts, self._gpu, self._reads_disk = node, facts, gpu, reads_disk
         self.used: dict[str, float] = {}
         self.layers: frozenset[int] = frozenset()
         self._partly: dict[int, int] = {}
@@ -126,6 +127,8 @@ class NodeUsage:
         return mapped + after.replicas + after.copied + (0 if self._gpu else after.device)
 
     def _mapped(self, layers: frozenset[int], partly: Mapping[int, int]) -> int:
+        if self._reads_disk:
+            return 0
         counts = dict(partly) | dict.fromkeys(layers, self._facts.experts)
         return sum(count * self._facts.stored_bytes(layer) for layer, count in counts.items())
 
@@ -184,7 +187,7 @@ class _Planner:
         self._alive = sorted((node for node in nodes if node.alive), key=lambda node: node.id)
         if not self._alive:
             raise ConfigError(f"none of {len(nodes)} nodes is alive", "start one with `ray start`")
-        self._usage = {node.id: NodeUsage(node, facts, spec.gpu) for node in self._alive}
+        self._usage = {node.id: NodeUsage(node, facts, spec.gpu, spec.host_bytes is not None) for node in self._alive}
         self._owned = owned_experts(facts.layers, facts.experts, spec.shards, spec.ownership)
         self._every_layer = frozenset(range(facts.layers))
         self._with_workers: list[str] = []  # nodes, in the order of their first workers
@@ -379,7 +382,9 @@ class _Planner:
         )
 
     def _copied(self, node: str) -> int:
-        """Bytes of a worker's pinned copy of the experts of its node's store."""
+        """Bytes of a worker's copy of experts of its node's store: pinned, or read from the disk."""
+        if self._spec.host_bytes is not None:
+            return 0 if self._spec.mapped else self._spec.host_bytes
         every = self._facts.experts * sum(map(self._facts.stored_bytes, self._usage[node].layers))
         return min(self._spec.copied_most, every)
 

@@ -188,8 +188,9 @@ class ClusterSpec:
     Attributes:
         gpu: whether workers take the resource GPU.
         threads: CPUs of each worker.
-        mapped: experts run where the store maps them: there is no budget, and there are no slots.
-        budget_bytes: for experts, on each GPU.
+        mapped: experts run in host memory as they are stored: where the store maps them, without budget and slots, or
+            in slots that are read from the disk.
+        budget_bytes: for experts, on each GPU; of mapped ones, for slots in host memory.
         slot_bytes: of one expert on the device; of mapped ones, as stored.
         compute_item_bytes: of one number on the device.
         dense_bytes: on the lead's device.
@@ -200,6 +201,7 @@ class ClusterSpec:
         low_bit: None where misses are not loaded as replicas.
         copied_most: bytes of experts that each worker copies to pinned memory at most (`copies.pin: copy`).
         auto: the terms of `budget: auto` as assumed; None: the budget was given.
+        host_bytes: of each lead, for experts in host memory that are read from the disk; None: the store is mapped.
     """
 
     shards: int
@@ -224,6 +226,7 @@ class ClusterSpec:
     copied_most: int = 0
     auto: Mapping[str, int] | None = None
     mapped: bool = False
+    host_bytes: int | None = None
 
 
 def wants_gpu(settings: EngineSettings, nodes: Sequence[NodeInfo]) -> bool:
@@ -258,7 +261,9 @@ def cluster_spec(
         gpu=gpu,
         threads=settings.threads,
         policy=policy.name,
-        budget_bytes=0 if mapped else divide(policy, settings.budget, slot_sizes(settings, facts, item)).budget,
+        budget_bytes=(settings.host_bytes or 0)
+        if mapped
+        else divide(policy, settings.budget, slot_sizes(settings, facts, item)).budget,
         slot_bytes=slot_bytes,
         compute_item_bytes=item,
         dense_bytes=facts.dense_bytes(item, gpu),
@@ -273,6 +278,7 @@ def cluster_spec(
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,
         auto=None if (auto := settings.budget.auto) is None else auto.in_terms,
         mapped=mapped,
+        host_bytes=settings.host_bytes,
     )
 
 

@@ -58,6 +58,42 @@ def test_experts_run_where_the_store_maps_them(store: ExpertStore, reference: Re
         assert plan["slots"] == plan["experts"] == LAYERS * EXPERTS
 
 
+@pytest.mark.parametrize(("slots", "policy"), [(0.34, "next-gate"), (0.03, "on-demand")])
+def test_experts_are_read_from_the_disk(slots: float, policy: str, store: ExpertStore, reference: Reference) -> None:
+    """Past the page cache into slots of the store's type, of which there are fewer than experts."""
+    host_bytes = int(slots * LAYERS * EXPERTS) * 98_304  # of an expert as stored
+    chosen = settings(Budget(mapped=True), policy=load_policy(policy), kv=KV, host_bytes=host_bytes)
+    with serving(store, chosen) as worker:
+        reference.check(worker, 4)
+        reference.check(worker, 1)
+        stats, plan = worker.stats(), worker.plan()
+        _check_budget(worker)
+        assert (stats.executor, stats.expert_budget_bytes, plan["mapped"]) == ("real", host_bytes, False)
+        assert plan["slots"] == int(slots * LAYERS * EXPERTS)
+        assert plan["link"]["gbps"] == pytest.approx(stats.host_memory.gbps)
+        assert stats.host_memory.read_bytes >= stats.total().bytes_loaded > 0
+
+
+@pytest.mark.parametrize("executor", ["emulated", "real"])
+def test_slots_are_loaded_from_host_memory_that_is_read_from_the_disk(
+    executor: str, store: ExpertStore, reference: Reference, request: pytest.FixtureRequest
+) -> None:
+    """Three places: a quarter of the experts in slots, a half in host memory, all on the disk; also of a GPU."""
+    if executor == "real":
+        request.getfixturevalue("fake_gpu")
+    host_bytes = LAYERS * EXPERTS // 2 * 98_304
+    with serving(store, preset("next-gate", 0.25, host_bytes=host_bytes)) as worker:
+        reference.check(worker, 4)
+        reference.check(worker, 1)
+        stats = worker.stats()
+        _check_budget(worker)
+        host = stats.host_memory
+        assert (stats.executor, host.slots, host.budget_bytes) == (executor, LAYERS * EXPERTS // 2, host_bytes)
+        assert host.hits + host.misses > 0
+        assert 0 < host.bytes_demand + host.bytes_prefetch <= host.read_bytes
+        assert worker._sources.tier.cache.residency.pins <= 1
+
+
 def custom(
     prefetch: str = "none", theta: float | None = None, budget: float = 0.25, eviction: str = "lru", top: int = 0,
     buffer: int | None = None, **more: Any,

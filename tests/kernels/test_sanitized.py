@@ -58,6 +58,7 @@ CORES = (
     "core.cpp", "stream_link.cpp", "thread_link.cpp", "virtual_link.cpp",
     *(f"../../kernels/cpu/{name}.cpp" for name in ("importance", "link", "order", "worth")),
 )  # fmt: skip
+DISK = ("disk_link.cpp", "../../kernels/cpu/link.cpp")
 # also checks each index of a vector
 CORE_FLAGS = (
     "-O0", "-g1", "-D_GLIBCXX_ASSERTIONS", "-DTIERMOE_NO_CLONES", "-ffp-contract=off", "-fno-math-errno", "-pthread",
@@ -74,6 +75,8 @@ PROGRAMS = {
     "importance": Program("importance", CPU, ("importance.cpp",)),
     "core": Program("core", CORE, CORES, flags=CORE_FLAGS),
     "core, threads": Program("core", CORE, CORES, sanitizers="thread", flags=CORE_FLAGS),
+    "disk": Program("disk", CORE, DISK, flags=CORE_FLAGS),
+    "disk, threads": Program("disk", CORE, DISK, sanitizers="thread", flags=CORE_FLAGS),
     "maps": Program("maps", CORE, ("maps.cpp",), flags=CORE_FLAGS),
     "link": Program("link", CPU, ("link.cpp",)),
     "link, threads": Program("link", CPU, ("link.cpp",), sanitizers="thread"),

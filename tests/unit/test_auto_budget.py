@@ -38,6 +38,7 @@ from tiermoe.cluster.config import engine_settings, load_run_config
 from tiermoe.cluster.jobs.local_worker import run_config
 from tiermoe.cluster.topology import inputs
 from tiermoe.cluster.topology.decided import decided
+from tiermoe.cluster.topology.estimate import make_plans
 from tiermoe.cluster.topology.spec import NodeInfo, cluster_spec
 from tiermoe.errors import BudgetError, ConfigError
 
@@ -304,3 +305,46 @@ def test_prompts_on_a_gpu_go_in_chunks_that_its_memory_holds(given: dict[str, An
     assert found.kv.max_batch_tokens == rows
     if found.budget.auto is not None:
         assert found.budget.auto.chunk == rows
+
+
+# 4096 experts of 16 MiB each: 64 GiB in all
+LARGE = replace(FACTS, layers=64, experts=64, expert_elements=8 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("given", "node", "host_gib"),
+    [
+        ({}, {"memory": 80.0 * GIB}, None),  # the store fits
+        ({}, {"memory": 40.0 * GIB}, 40 * 0.95 - 0.5 - 1 - 1.5), ({}, {}, None), ({}, {"memory": 3.0 * GIB}, None),
+        ({"cluster": {"replicas": 2}}, {"memory": 40.0 * GIB}, (40 * 0.95 - 0.5 - 1 - 2.5) / 2),
+        ({"emulate": True, "policy": "on-demand", "budget": "8GiB"}, {"memory": 80.0 * GIB}, 80 * 0.95 - 3 - 8),
+        ({"emulate": True, "policy": "on-demand", "budget": "8GiB"}, {"memory": 40.0 * GIB}, 40 * 0.95 - 3 - 8),
+        ({"policy": "on-demand", "budget": "8GiB", "cluster": {"shards": 2}}, {"memory": 40.0 * GIB}, None),
+        ({"policy": "moepic", "budget": "8GiB"}, {"memory": 40.0 * GIB}, None),  # loads parts of experts
+        ({"policy": "context-ndp-full", "budget": "8GiB"}, {"memory": 40.0 * GIB}, None),  # an NDP worker maps them
+        ({"policy": "on-demand", "budget": "8GiB"}, {"memory": 40.0 * GIB, "GPU": 1.0}, 40 * 0.95 - 3),
+    ],
+)  # fmt: skip
+def test_a_store_larger_than_host_memory_is_read_from_the_disk(
+    given: dict[str, Any], node: dict[str, float], host_gib: float | None
+) -> None:
+    """Into what host memory leaves beside processes, Ray, a margin, and on a CPU slots, dense weights and KV cache."""
+    config = load_run_config(None, {"threads": 1, **given})
+    nodes = [NodeInfo("a", "a", True, {"CPU": 8, **node})]
+    settings, why = decided(config, engine_settings(config), LARGE, nodes, here=False)
+    said = any("read from the disk, past the page cache" in line for line in why)
+    assert said == (host_gib is not None and host_gib < 64)
+    if not said:
+        assert settings.host_bytes is None
+        return
+    assert settings.host_bytes == pytest.approx(host_gib * GIB, rel=0.01)
+    assert settings.policy.name == (given.get("policy") or "next-gate")
+    planned = make_plans(config, settings, LARGE, nodes, "the tests", here=False)[0]
+    load, spec = planned.topology.loads[0], planned.spec
+    assert load.host_bytes <= node["memory"]  # mapped pages take none
+    assert spec.mapped == ("policy" not in given)
+    lead = planned.topology.lead.nbytes
+    assert (lead.slots if spec.mapped else lead.copied) == pytest.approx(settings.host_bytes, abs=16 * MIB)
+    assert planned.times.nbytes == 16 * MIB
+    assert planned.times.hardware.name == "NVMe disk, assumed"
+    assert planned.times.one_s == pytest.approx(16 * MIB / 3e9)

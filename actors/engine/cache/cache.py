@@ -20,7 +20,7 @@ from ...core import _core
 from ...policies.eviction import EvictionPolicy, core_order
 from ...policies.moepic.split import SplitLayout
 from ...policies.residency import ResidencyError, State
-from ..stats import EngineStats, LayerResidency, LayerStats, Timeline
+from ..stats import EngineStats, HostMemoryStats, LayerResidency, LayerStats, Timeline
 from .links import CAUSES, CacheLink
 from .residency import Residency
 from .slot_map import SlotMap
@@ -43,7 +43,7 @@ class ExpertCache:
             comparison only. Replicas are not copied back. Not with `where.memory`.
 
     Attributes:
-        core: decides and accounts.
+        core: decides and accounts. disk_gbps: of the disk that it is read from, as measured; None: of none.
         native_steps: whether the layers have kernels of native code; set by the executor.
         uses: forwards that needed each expert since the counters were reset, wherever it ran; the array object never
             changes.
@@ -62,7 +62,7 @@ class ExpertCache:
             stats.low_bit_slots = self.low_bit.slots
         self._eviction = eviction
         self._order = core_order(eviction, (2 if where.class_of else 1) * where.keys)
-        self.link, self.clock, self._place = link.core, link.clock, link.place
+        self.link, self.clock, self._place, self.disk_gbps = link.core, link.clock, link.place, link.gbps
         self._place()
         self.core = _core.Core(where.layout(), self.link, self._order, _core.Governor(min_useful), writeback)
         self.governor, self.uses = self.core.governor, self.core.uses
@@ -231,7 +231,17 @@ class ExpertCache:
         _take(totals, stats, _TOTALS)
         stats.substitutions, stats.dropped = totals.substituted, totals.dropped
         stats.loads_in_flight, stats.prefetch_resting = self.link.pending, self.governor.resting
+        if isinstance(self.link, _core.DiskLink):
+            stats.host_memory = self._host_memory(self.link)
         return stats
+
+    def _host_memory(self, link: _core.DiskLink) -> HostMemoryStats:
+        total, (read_bytes, _, longest_s) = self.stats.total(), link.counts
+        return HostMemoryStats(
+            self.stats.slots, self.stats.expert_budget_bytes, total.hits, total.misses, total.bytes_loaded_demand,
+            total.bytes_loaded_prefetch, total.bytes_wasted, total.blocked_io_s, self.disk_gbps or 0.0, read_bytes,
+            longest_s,
+        )  # fmt: skip
 
     def reset_stats(self) -> None:
         """Zero the counters; residency stays."""

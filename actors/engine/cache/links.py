@@ -37,11 +37,13 @@ class CacheLink:
 
     core: the link in native code. clock: seconds, on the scale of its times.
     place: tells a link that copies by addresses where all segments lie; called now and after each new split.
+    gbps: 1e9 bytes per second of a disk, as measured when the link was made; None: it is no disk's.
     """
 
     core: _core.Link
     clock: Callable[[], float] = time.perf_counter
     place: Callable[[], object] = lambda: None
+    gbps: float | None = None
 
 
 def loader_link(loader: Loader, where: SlotMap, clock: Callable[[], float] = time.perf_counter) -> CacheLink:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ...core import _core
+from ...store.disk import MEASURED_BYTES, READERS
+from ...store.pages import files_at
 from .form_slots import FormPool, FormWeights
 from .links import CacheLink
 from .slots import ExpertSource, LayerWeights, MappedPool, SlotPool
@@ -49,13 +51,27 @@ def mapped_link(where: SlotMap) -> CacheLink:
     return CacheLink(core)
 
 
-def place(link: _core.ThreadLink | _core.StreamLink, where: SlotMap, elsewhere: Collection[int] = ()) -> None:
+def disk_link(where: SlotMap) -> CacheLink:
+    """Reads whole experts past the page cache from the files in which the store maps them, into slots of their type.
+
+    Raises:
+        StoreError: a file cannot be opened, or read.
+    """
+    addresses = [tensor.data_ptr() for key in range(where.keys) for tensor in cast("Tensors", where.source(key))]
+    core = _core.DiskLink(files_at(addresses), READERS)
+    gbps = core.measure(MEASURED_BYTES) / 1e9
+    return CacheLink(core, time.perf_counter, partial(place, core, where), gbps)
+
+
+def place(
+    link: _core.ThreadLink | _core.StreamLink | _core.DiskLink, where: SlotMap, elsewhere: Collection[int] = ()
+) -> None:
     """Tell a link of the sources and slots of all segments; no copy is under way.
 
     elsewhere: layers whose experts another link copies.
     """
     pool, segments, keys, part = where.pool, where.segments, where.keys, where.low_bit
-    home_of, dtype = [0] * keys, None if isinstance(pool, FormPool) else pool.dtype
+    home_of, dtype = [0] * keys, None if isinstance(pool, FormPool | MappedPool) else pool.gate_up.dtype
     if isinstance(pool, FormPool):
         forms = list(pool.published.forms)
         homes = [_home(pool.parts(form), 0) for form in forms]

@@ -79,6 +79,7 @@ class SlotPool:
     (`neuron_range`).
 
     always: the first slots, which are there from the start on (`SlotMemory`); None: all.
+    computes: dtype of the compute, where slots hold the store's; None: that of the slots.
     """
 
     gate_up: torch.Tensor
@@ -86,12 +87,14 @@ class SlotPool:
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     always: int | None = None
+    computes: torch.dtype | None = None
 
     @staticmethod
     def allocate(
-        shape: ExpertShape, slots: int, dtype: torch.dtype, device: torch.device, memory: SlotMemory | None = None
-    ) -> SlotPool:
-        """memory: where slots come and go, `memory.most` in all; None: there are `slots`."""
+        shape: ExpertShape, slots: int, dtype: torch.dtype, device: torch.device, memory: SlotMemory | None = None,
+        computes: torch.dtype | None = None,
+    ) -> SlotPool:  # fmt: skip
+        """dtype: of the slots. memory: where slots come and go, `memory.most` in all; None: there are `slots`."""
         import torch
 
         def empty(*dims: int) -> torch.Tensor:
@@ -106,6 +109,7 @@ class SlotPool:
             gate_up_bias=empty(i, g) if shape.has_bias else None,
             down_bias=empty(h) if shape.has_bias else None,
             always=slots,
+            computes=computes,
         )
 
     @cached_property
@@ -127,7 +131,8 @@ class SlotPool:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.gate_up.dtype
+        """Of the compute."""
+        return self.computes or self.gate_up.dtype
 
     @property
     def hidden(self) -> int:

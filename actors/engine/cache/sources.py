@@ -47,6 +47,7 @@ from ...store.published import FormArrays
 from ...store.remote import PART_BYTES, Answer, StoreReader, connect_store
 from .device import Device, HostExperts, PinReport, Tensors
 from .form_slots import FormWeights
+from .host_tier import HostTier
 from .slots import ExpertSource, LayerWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # by their names in a store
@@ -349,7 +350,10 @@ class Sources:
         weights: one source per MoE layer.
         mapped: the tensors of this node's files, for pinning.
         remote: None where all layers are mapped.
+        tier: host memory that all are read into; None: the mapped ones are copied from where they are.
     """
+
+    tier: HostTier | None = None
 
     def __init__(self, weights: list[ExpertSource], mapped: list[HostExperts], remote: RemoteStores | None) -> None:
         self.weights, self.mapped, self.remote = weights, mapped, remote
@@ -376,6 +380,11 @@ class Sources:
         self.mapped = list(layers)
         return report
 
+    def read_into(self, tier: HostTier) -> None:
+        """Load experts from host memory of their own, which reads the disk; what is mapped is not touched any more."""
+        self.tier, self.mapped = tier, []
+        self.weights = [tier.layer(layer) for layer in range(len(self.weights))]
+
     def peers(self) -> Mapping[str, str]:
         """By store that is read from: "connected" or "lost"."""
         return {} if self.remote is None else self.remote.peers()
@@ -393,9 +402,11 @@ class Sources:
         return None if self.remote is None else self.remote.describe()
 
     def close(self) -> None:
-        """Close the connections. Safe to call twice."""
+        """Close the connections, and stop reading the disk. Safe to call twice."""
         if self.remote is not None:
             self.remote.close()
+        if self.tier is not None:
+            self.tier.close()
 
 
 def open_sources(view: StoreView, stores: Sequence[StoreLink], settings: StoreSettings) -> Sources:

@@ -19,6 +19,7 @@ from ....kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedK
 from ...policy_settings import PolicySettings
 from ...settings import EngineSettings, ExpertKernelName
 from ...store.format import ExpertShape
+from ..cache.device import Tensors
 from ..cache.form_slots import FormPool, FormWeights
 from ..cache.low_bits import ReplicaPool
 from ..cache.slots import MappedPool, SlotPool
@@ -104,14 +105,16 @@ class FormKernels:
         return kernel
 
 
-class MappedKernels:
-    """The kernels of experts where a store maps them, by layer: as `Kernels`. Their threads are one pool.
+class StoredKernels:
+    """The kernels of experts as they are stored, by layer: as `Kernels`. Their threads are one pool.
+
+    pool: the experts where a store maps them, or slots of neurons in the store's type.
 
     Raises:
         ConfigError: a kernel is asked for that needs a GPU.
     """
 
-    def __init__(self, pool: MappedPool, setting: ExpertKernelName, blocks: Sequence[MoeBlock]) -> None:
+    def __init__(self, pool: MappedPool | SlotPool, setting: ExpertKernelName, blocks: Sequence[MoeBlock]) -> None:
         if setting == "triton":
             raise ConfigError("expert_kernel 'triton' needs a GPU", "use auto or loop")
         self._pool, self._loops, self._threads = pool, setting == "loop", Threads(torch.get_num_threads())
@@ -124,8 +127,10 @@ class MappedKernels:
         return self._of[id(block.experts)]
 
     def _make(self, layer: int, block: MoeBlock) -> HostKernel | StoredKernel | TorchFormKernel:
-        pool, weights = self._pool, self._pool.weights[layer]
-        first = layer * pool.shape.num_experts
+        pool = self._pool
+        if isinstance(pool, SlotPool):
+            return self._of_neurons(pool.tensors, 0, block)
+        weights, first = pool.weights[layer], layer * pool.shape.num_experts
         if isinstance(weights, FormWeights) and pool.published is not None:
             form, form_activation = pool.published.of(layer), _activation(block)
             if self._loops or form_activation is None:
@@ -133,11 +138,14 @@ class MappedKernels:
                 return TorchFormKernel(parts, form, block.gate, first)
             experts = [form_parts(form, expert) for expert in weights.experts]
             return HostKernel(FormLayer(experts, [form] * len(experts), form_activation, self._threads), first)
-        stored, activation = StoredKernel(weights.tensors, block.gate, first), block.activation
-        plain = len(weights.tensors) == 2 and pool.shape.gates == 2 and activation in ACTIVATIONS
+        return self._of_neurons(weights.tensors, first, block)
+
+    def _of_neurons(self, tensors: Tensors, first: int, block: MoeBlock) -> HostKernel | StoredKernel:
+        stored, activation = StoredKernel(tensors, block.gate, first), block.activation
+        plain = len(tensors) == 2 and tensors[0].shape[2] == 2 and activation in ACTIVATIONS
         if self._loops or not plain or activation is None:
             return stored
-        (gate_up, dtype), (down, _) = map(host_array, weights.tensors)
+        (gate_up, dtype), (down, _) = map(host_array, tensors)
         return HostKernel(FullLayer(gate_up, down, dtype, activation, self._threads), first, stored)
 
 
@@ -153,10 +161,10 @@ def _activation(block: MoeBlock) -> str | None:
 
 def kernels_of(
     pool: SlotPool | FormPool | MappedPool, settings: EngineSettings, blocks: Sequence[MoeBlock]
-) -> Kernels | FormKernels | MappedKernels:
+) -> Kernels | FormKernels | StoredKernels:
     """The kernels of an empty pool. Raises ConfigError: the one that is asked for cannot run these experts."""
-    if isinstance(pool, MappedPool):
-        return MappedKernels(pool, settings.expert_kernel, blocks)
+    if isinstance(pool, MappedPool) or (isinstance(pool, SlotPool) and pool.computes is not None):
+        return StoredKernels(pool, settings.expert_kernel, blocks)
     if isinstance(pool, SlotPool):
         return Kernels(pool, settings.expert_kernel, blocks)
     return FormKernels(pool, settings.expert_kernel, blocks)
