@@ -203,11 +203,12 @@ class ChannelServer:
         client = wire.value_of(wire.CLIENT_KEY, context.invocation_metadata())
         with self._lock:
             known = {f"{number:016x}": found for number, found in self._connections.items()}
-        if client is None or client not in known:
+        connection = known.get(client or "")
+        if connection is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "an exchange needs a control stream")
-        traffic = known[client].traffic
+            raise AssertionError("abort raises")
         for data in incoming:
-            if (pieces := self._answer(data, traffic)) is not None:
+            if (pieces := self._answer(data, connection.traffic)) is not None:
                 yield b"".join(pieces)
 
     def _answer(self, data: Received, traffic: Traffic) -> Pieces | None:

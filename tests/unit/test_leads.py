@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, 
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
 from tiermoe.cluster.api.backend import LeadBackend
+from tiermoe.cluster.attach import Sample
 from tiermoe.errors import DeadlinePassed, LoopDied, NotServing, RequestError, RuntimeFailure, StoreError
 
 _WAIT_S = 20.0
@@ -407,3 +409,35 @@ def test_a_lead_whose_file_changed_refuses_requests_at_once_and_takes_them_again
         assert await _tokens(backend) == [7, 8]
 
     run([lead], call)
+
+
+def test_the_samples_of_all_processes_are_asked_for_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread: Ray's head node may not answer, and requests go on."""
+    gate, asked = threading.Event(), list[str]()
+    found = [Sample("a", "lead", "lead", "h", "n", 0)]
+
+    def samples(deployment: str) -> list[Sample]:
+        asked.append(deployment)
+        assert gate.wait(_WAIT_S)
+        if len(asked) > 1:
+            raise RayTaskError("samples", "", ValueError())
+        return found
+
+    monkeypatch.setattr("tiermoe.cluster.api.backend.samples", samples)
+    monkeypatch.setattr("tiermoe.cluster.api.backend._SAMPLES_S", 0.05)
+
+    async def call(backend: LeadBackend) -> None:
+        for _ in range(2):
+            with pytest.raises(RuntimeFailure, match="does not say which actors"):
+                await backend.ask("samples")
+        assert await _tokens(backend) == [7, 8]
+        gate.set()
+        while not (backend._sampling is not None and backend._sampling.done()):
+            await asyncio.sleep(0.001)
+        assert backend._sampling.result() is found
+        assert asked == ["a"]
+        with pytest.raises(RuntimeFailure, match="does not say which actors"):
+            await backend.ask("samples")
+
+    run([FakeLead([_END]), FakeLead([_END])], call)
+    assert asked == ["a", "a"]
