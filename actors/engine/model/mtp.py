@@ -22,8 +22,9 @@ from ....errors import UnsupportedModelError
 
 FILE = "mtp.safetensors"  # of a store; a checkpoint with one file of weights may have it, too
 
-_OWN = re.compile(r"(?:^|\.)mtp\.(?:layers\.(\d+)\.)?")
-_BEHIND = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_OWN = re.compile(r"(?:^|\.)mtp\.")
+_BEHIND = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.")  # not those of a tower
+_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def names_of_head(names: Iterable[str], config: Any) -> list[str]:
@@ -63,7 +64,7 @@ def head_on_meta(model: Any, names: Iterable[str]) -> Any:
 
 def _complete(config: Any, names: list[str]) -> int:
     """Say in a configuration what the tensors of the head say; how many layers it has."""
-    numbers = [int(found[1]) for found in map(_BEHIND.search, names) if found is not None]
+    numbers = [int(found[1]) for found in map(_NUMBER.search, names) if found is not None]
     count = config.num_mtp_layers = len(set(numbers)) or 1
     if getattr(config, "layer_types", None) is not None and getattr(config, "mtp_layer_types", None) is None:
         config.mtp_layer_types = ["full_attention"] * count

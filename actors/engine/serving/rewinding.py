@@ -71,7 +71,7 @@ class Rewinding:
     def recording(self, cache: Any) -> Iterator[None]:
         """In this context a forward on `cache` can be taken back, in part."""
         self._after = {}
-        hooks, whole = [], dict[nn.Module, tuple[Any, Any]]()
+        hooks, whole = list[Any](), dict[nn.Module, tuple[Any, Any]]()
 
         def first(module: nn.Module, args: Any, kwargs: Any) -> Any:
             whole[module] = args, kwargs

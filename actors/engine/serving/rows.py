@@ -196,7 +196,7 @@ class RowBatcher:
     def _rewinds(self) -> bool:
         """Whether a forward over drafts, one of them rejected, leaves the cache as it was without that one."""
         ids = torch.arange(_TRIED, device=self._model.device)[None] % self.streams.vocabulary
-        name, logits = "probe#drafts", []
+        name, logits = "probe#drafts", list[torch.Tensor]()
 
         def feed(first: int, last: int, cache: Any) -> Any:
             return self._feed([name], ids[:, first:last], [first], [_TRIED], cache, first > 0, last - first)
