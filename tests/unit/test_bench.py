@@ -93,7 +93,7 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
     assert names == [
         "serve", "compare", "overhead", "host", "ttft", "turns", "scale", "streams", "activeevict",
         "auto-emulated", "buddymoe", "default", "fmoe", "moepic", "ndp", "prefetch", "presets", "papers", "redraw",
-        "gpu", "drafts", "core", "validation", "auto", "channel", "kernel",
+        "gpu", "drafts", "disk", "core", "validation", "auto", "channel", "kernel",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(bench_commands.bench_app, [name, "--help"])
