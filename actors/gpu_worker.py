@@ -147,8 +147,8 @@ class GpuWorker:
         settings = settle_budget(settings, device)
         self._sources = open_sources(self._view, self._stores, settings.store)
         if settings.host_bytes is not None and not mapped:
-            experts = ModelExperts(manifest.experts, self._sources.weights, dtype, 1, manifest.published)
-            self._sources.read_into(make_tier(settings, experts))
+            stored = ModelExperts(manifest.experts, self._sources.weights, dtype, 1, manifest.published)
+            self._sources.read_into(make_tier(settings, stored))
         pinned = None if self._sources.tier is not None else self._sources.pin(device, settings.copies)
         tables, low_bit = None, None
         with dense_folder(self._view, self._stores, settings.store) as folder:

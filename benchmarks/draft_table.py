@@ -20,14 +20,14 @@ from tiermoe.actors.budget import Budget
 from tiermoe.actors.policies.drafts import DraftPricing, Proposal, StepTime, Verified
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.bench.metrics import Report, advancing, ratio
-from tiermoe.cluster.jobs.replay import checked_prefetch
+from tiermoe.cluster.jobs.replay import checked_prefetch, popularity
 from tiermoe.cluster.simulate.executor import SimulatedEngine, context_of, eviction_of, policies_of
 from tiermoe.cluster.simulate.machine import Machine, load_machine
 from tiermoe.cluster.simulate.shapes import shape_named
 from tiermoe.cluster.simulate.synthetic import FAMILIES, Generator
 from tiermoe.cluster.simulate.trace import Iteration, TraceHeader
 
-from .auto_cells import header_of, popularity, request_of
+from .auto_cells import header_of, request_of
 from .cases import DraftTable
 
 _PROMPT, _WARM_UP = 64, 400  # tokens of a prompt; tokens that decode before the clock counts
@@ -51,7 +51,8 @@ class Rows:
         parts = [self.right.iterations[1 + place + i] for i in range(1 + right)]
         parts += [self.wrong.iterations[1 + place + 1 + right + i] for i in range(wrong)]
         names = ("tokens", "probabilities", "ids", "weights", "next_ids", "next_probabilities")
-        return replace(parts[0], **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+        joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return replace(parts[0], **joined)
 
 
 def draft_table(case: DraftTable, progress: Progress | None) -> Report:

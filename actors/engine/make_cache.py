@@ -33,7 +33,7 @@ from .cuda.device import CudaDevice
 from .cuda.stream_link import stream_link
 from .stats import EngineStats, LayerStats, Timeline
 
-_TIER = PolicySettings(name="host-tier", lossless=True, eviction="lfu")
+_TIER = PolicySettings.model_validate({"name": "host-tier", "lossless": True, "eviction": "lfu"})
 
 
 @dataclass(frozen=True)

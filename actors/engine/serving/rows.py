@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -205,7 +206,7 @@ class RowBatcher:
         if not rewinds(plain):
             return False
         for token in range(_CUT, _TRIED - 1):
-            out = self._rewinding.learn(plain, lambda at=token: feed(at, at + 1, plain))
+            out = self._rewinding.learn(plain, partial(feed, token, token + 1, plain))
             logits.append(out.logits[0, -1])
         if not self._rewinding.takes(plain):
             return False
