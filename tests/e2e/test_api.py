@@ -245,25 +245,6 @@ def test_metrics_of_server_and_runtime(server: Server) -> None:
     assert found["tiermoe_kv_cache_usage_ratio",] == 0
 
 
-def test_metrics_have_every_process(server: Server) -> None:
-    server.complete(_PROMPT, max_tokens=4)
-
-    def whole(found: dict[tuple[str, ...], float]) -> bool:  # the runtime is asked once a second; labels are sorted
-        experts = sum(value for key, value in found.items() if key[:2] == ("tiermoe_worker_experts_total", "lead"))
-        ways = ("hits", "misses", "near_data")
-        return 0 < experts == sum(found[f"tiermoe_expert_{way}_total",] for way in ways)
-
-    server.wait_until(whole)
-    found = server.metrics()
-    up = {key[3]: value for key, value in found.items() if key[0] == "tiermoe_worker_up"}
-    assert {"lead", "store/0", "edge/0"} <= set(up)
-    assert set(up.values()) == {1.0}
-    assert len({key[2] for key in found if key[0] == "tiermoe_worker_up"}) == 1  # the node
-    sent = {key[3]: value for key, value in found.items() if key[0] == "tiermoe_peer_rows_sent_total"}
-    got = {key[3]: value for key, value in found.items() if key[0] == "tiermoe_worker_rows_total"}
-    assert sum(sent.values()) == sum(got.values())
-
-
 def test_sigterm_lets_streams_end_and_leaves_nothing(server: Server) -> None:
     body = {"prompt": _PROMPT, "max_tokens": 64, "ignore_eos": True, "stream": True}
     with server.client() as http, http.stream("POST", "/v1/completions", json=body) as response:
