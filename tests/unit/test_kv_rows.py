@@ -159,4 +159,4 @@ def test_the_default_model_says_nearly_the_same(kind: Any) -> None:
     assert record["kv_dtype"] == kind
     assert not quality.lossless
     assert abs(quality["perplexity_ratio"].value - 1) < 0.01
-    assert quality["top1_agreement"].value > 0.97
+    assert quality["top1_agreement"].value > 0.95  # fp8 0.971, int8 0.995 on 20 documents
