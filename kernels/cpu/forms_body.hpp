@@ -27,11 +27,6 @@ struct Power {
     V::F operator()(const void* at) const { return V::mul(V::from_e8m0(V::bytes(at)), factor); }
 };
 
-struct ZeroPoint {
-    static constexpr std::int64_t kSize = 1;
-    V::F operator()(const void* at) const { return V::from_u8(V::bytes(at)); }
-};
-
 struct Two {  // levels of scales; 2^8 of V::from_e4m3 comes back first, which is exact
     static constexpr std::int64_t kSize = 1;
     V::F factor, whole;
@@ -55,7 +50,7 @@ inline void widen(const std::uint8_t* from, std::int64_t skip, std::int64_t coun
     }
 }
 
-inline void group_scales(const FormMatrix& m, std::int64_t output, float* scales, float* zeros) {
+inline void group_scales(const FormMatrix& m, std::int64_t output, float* scales) {
     const std::int64_t groups = m.groups(), skip = output / m.block * groups;
     const bool halves = m.kind == FormKind::mxfp4 || m.kind == FormKind::nvfp4;  // kE2m1 is twice what it stands for
     const V::F factor = V::set(m.kind == FormKind::fp8 ? 256.0f : halves ? 0.5f : 1.0f);
@@ -67,10 +62,6 @@ inline void group_scales(const FormMatrix& m, std::int64_t output, float* scales
         case ScaleType::e8m0: widen(m.scale, skip, groups, scales, Power{factor}); break;
         case ScaleType::e4m3: widen(m.scale, skip, groups, scales, Two{factor, V::set(*m.global_scale), m.divides}); break;
     }
-    if (m.zero)
-        widen(m.zero, output * groups, groups, zeros, ZeroPoint());
-    else if (m.kind == FormKind::int4 || m.kind == FormKind::int8)
-        for (std::int64_t g = 0; g < groups; ++g) zeros[g] = m.kind == FormKind::int4 ? 8.0f : 128.0f;
 }
 
 // --- products of floats --------------------------------------------------------------------------------------
@@ -153,11 +144,13 @@ struct Odd {
     static constexpr int kBytes = 1;
 };
 
-inline void decode_codes(const FormMatrix& m, const std::uint8_t* row, const float* zeros, float* w) {
-    for (std::int64_t i = 0; i < m.padded(); ++i) {
-        const int code = i >= m.inputs ? 0 : m.kind == FormKind::int8 ? row[i] : row[i / 2] >> (i % 2 * 4) & 15;
-        w[i] = static_cast<float>(code) - (i < m.inputs ? zeros[i / m.group] : 0.0f);
+inline void decode_codes(const FormMatrix& m, const std::uint8_t* row, const std::uint8_t* zeros, float* w) {
+    const bool eight = m.kind == FormKind::int8;
+    for (std::int64_t i = 0; i < m.inputs; ++i) {
+        const int code = eight ? row[i] : row[i / 2] >> (i % 2 * 4) & 15;
+        w[i] = static_cast<float>(code - (zeros ? zeros[i / m.group] : eight ? 128 : 8));
     }
+    std::fill(w + m.inputs, w + m.padded(), 0.0f);
 }
 
 // The products of decoded rows.
@@ -181,13 +174,15 @@ void tile(const FormJob& job, std::int64_t k) {
     const bool one_group = !kGrouped || m.group >= m.inputs, odd = !one_group && m.group % kUnit != 0;
     const Units units = {m.inputs / kUnit, one_group || odd ? padded : m.group / kUnit};
     const std::int64_t rest = m.inputs % kUnit ? m.row_bytes() - units.whole * D::kBytes : 0;
-    float *weights = job.scratch, *scales = weights + kFormTile * padded, *zeros = scales + kFormTile * room;
+    float *weights = job.scratch, *scales = weights + kFormTile * padded;
     const float one = 1.0f;
     Row rows[M];
     for (int i = 0; i < M; ++i) {
         const std::int64_t output = job.first + job.step * (k + (i < outputs ? i : outputs - 1));
         rows[i] = {m.weight + output * m.row_bytes(), kGrouped ? scales + i * room : &one};
-        if constexpr (kGrouped) group_scales(m, output, scales + i * room, zeros + i * room);
+        if constexpr (kGrouped) group_scales(m, output, scales + i * room);
+        if constexpr (kCodes)
+            decode_codes(m, rows[i].at, m.zero ? m.zero + output * m.groups() : nullptr, weights + i * padded);
     }
     float* out = job.out + k;
     if constexpr (!kCodes)
@@ -199,10 +194,7 @@ void tile(const FormJob& job, std::int64_t k) {
         }
     for (int i = 0; i < M; ++i) {
         float* w = weights + i * padded;
-        if constexpr (kCodes)
-            decode_codes(m, rows[i].at, zeros + i * room, w);
-        else
-            decode<D>(units, odd ? Row{rows[i].at, &one} : rows[i], rest, w);
+        if constexpr (!kCodes) decode<D>(units, odd ? Row{rows[i].at, &one} : rows[i], rest, w);
         for (std::int64_t at = 0; odd && at < m.inputs; ++at) w[at] *= rows[i].scale[at / m.group];
         rows[i] = {reinterpret_cast<const std::uint8_t*>(w), &one};
     }

@@ -55,9 +55,14 @@ template <Layout L, int Slots, int K>
 constexpr Places<L, Slots, K> kPlaces;
 
 template <class D>
+constexpr const std::int32_t* places_of(int k) {
+    return k ? kPlaces<D::kLayout, D::kSlots, 1>.at : kPlaces<D::kLayout, D::kSlots, 0>.at;
+}
+
+template <class D>
 constexpr bool have_same_scales() {  // the two vectors, lane by lane
     for (int lane = 0; lane < kLanes; ++lane)
-        if (kPlaces<D::kLayout, D::kSlots, 0>.at[lane] != kPlaces<D::kLayout, D::kSlots, 1>.at[lane]) return false;
+        if (places_of<D>(0)[lane] != places_of<D>(1)[lane]) return false;
     return true;
 }
 
@@ -79,29 +84,47 @@ TIERMOE_INLINE inline void look_up(const std::int8_t* table, V::C both, V::C* c)
     for (int k = 0; k < 2; ++k) c[k] = V::lookup(table, c[k]);
 }
 
-// `count` float16 numbers, `stride` bytes apart. `to` has room for a multiple of kLanes.
+// `count` float16 numbers, `stride` bytes apart.
 inline void strided_halves(const std::uint8_t* from, int stride, std::int64_t count, float* to) {
-    for (std::int64_t i = 0; i < count; i += kLanes) {
-        Half found[kLanes] = {};
-        const std::int64_t some = count - i < kLanes ? count - i : kLanes;
-        for (std::int64_t j = 0; j < some; ++j, from += stride) std::memcpy(found + j, from, sizeof(Half));
-        V::store(to + i, V::load_as(found));
-    }
+    std::int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) V::store(to + i, V::strided_halves(from + i * stride, stride));
+    for (; i < count; ++i) to[i] = V::half(from + i * stride);
 }
 
 // --- parts ---------------------------------------------------------------------------------------------------
 
 template <Layout L, int Slots, int Bytes>
 struct Parted : Code<L, Slots, Bytes> {
-    static void scales(const FormMatrix& m, std::int64_t output, const std::uint8_t*, float* scale, float* zero, float* room) {
-        constexpr std::int64_t kEach = kStep / Slots;
-        if (m.group == kEach) return group_scales(m, output, scale, zero);
-        const std::int64_t groups = (m.groups() + kLanes - 1) / kLanes * kLanes;
-        group_scales(m, output, room, room + groups);
-        for (std::int64_t at = 0, slot = 0; at < m.inputs; at += kEach, ++slot) {
-            scale[slot] = room[at / m.group];
-            zero[slot] = room[groups + at / m.group];
+    static constexpr std::int64_t kEach = kStep / Slots;  // weights of a scale
+    static void scales(const FormMatrix& m, std::int64_t output, const std::uint8_t*, float* scale, float*, float* room) {
+        if (m.group == kEach) return group_scales(m, output, scale);
+        group_scales(m, output, room);
+        spread_groups(m, scale, [&](std::int64_t group) { return room[group]; });
+    }
+    template <typename F>
+    static void spread_groups(const FormMatrix& m, float* to, F&& value) {
+        std::int64_t slot = 0;
+        for (std::int64_t group = 0; group < m.groups(); ++group) {
+            const std::int64_t end = (group + 1) * m.group < m.inputs ? (group + 1) * m.group : m.inputs;
+            for (const float v = value(group); slot * kEach < end; ++slot) to[slot] = v;
         }
+    }
+};
+
+template <Layout L, int Bytes, int Zero>
+struct WithZeros : Parted<L, 4, Bytes> {  // each zero point as two words
+    static constexpr bool kZeros = true;
+    static void scales(const FormMatrix& m, std::int64_t output, const std::uint8_t* row, float* scale, float* zero, float* room) {
+        Parted<L, 4, Bytes>::scales(m, output, row, scale, zero, room);
+        const auto words = [](std::uint32_t value) {
+            const std::uint32_t both = value << 16 | value;
+            float bits;
+            std::memcpy(&bits, &both, sizeof(bits));
+            return bits;
+        };
+        if (!m.zero) return std::fill(zero, zero + m.steps() * 4, words(Zero));
+        const std::uint8_t* own = m.zero + output * m.groups();
+        Parted<L, 4, Bytes>::spread_groups(m, zero, [&](std::int64_t group) { return words(own[group]); });
     }
 };
 
@@ -121,29 +144,17 @@ struct Nvfp4 : Parted<Layout::paired, 8, 64> {
     }
 };
 
-template <Layout L, int Bytes>
-struct WithZeros : Parted<L, 4, Bytes> {  // each zero point as two words
-    static constexpr bool kZeros = true;
-    static void scales(const FormMatrix& m, std::int64_t output, const std::uint8_t* row, float* scale, float* zero, float* room) {
-        Parted<L, 4, Bytes>::scales(m, output, row, scale, zero, room);
-        for (std::int64_t slot = 0; slot < m.steps() * 4; ++slot) {
-            const std::uint32_t word = static_cast<std::uint32_t>(zero[slot]), both = word | word << 16;
-            std::memcpy(zero + slot, &both, sizeof(both));
-        }
-    }
-};
-
-struct Int4 : WithZeros<Layout::paired, 64> {
+struct Int4 : WithZeros<Layout::paired, 64, 8> {
     template <int>
     TIERMOE_INLINE static void codes(const std::uint8_t* at, V::C* c) {
         low_and_high(V::codes(at), c);
     }
 };
 
-struct Int8 : WithZeros<Layout::plain, 128> {
+struct Int8 : WithZeros<Layout::halves, 128, 128> {
     template <int>
     TIERMOE_INLINE static void codes(const std::uint8_t* at, V::C* c) {
-        for (int k = 0; k < 2; ++k) c[k] = V::codes(at + 64 * k);
+        for (int k = 0; k < 2; ++k) c[k] = V::quarters(at + 16 * k, 32);
     }
 };
 
@@ -240,15 +251,18 @@ template <class D, int Half>
 TIERMOE_INLINE inline void step_words(const std::uint8_t* block, const float* other, V::W* w) {
     V::C c[2];
     D::template codes<Half>(block, c);
-    const auto less = [&](V::W words, const std::int32_t* places) TIERMOE_INLINE {
-        if constexpr (D::kZeros) return V::less(words, V::words(V::spread(other, places)));
-        if constexpr (D::kZero != 0) return V::less(words, V::words(D::kZero));
-        return words;
-    };
-    w[0] = less(V::even<D::kSigned>(c[0]), kPlaces<D::kLayout, D::kSlots, 0>.at);
-    w[1] = less(V::odd<D::kSigned>(c[0]), kPlaces<D::kLayout, D::kSlots, 0>.at);
-    w[2] = less(V::even<D::kSigned>(c[1]), kPlaces<D::kLayout, D::kSlots, 1>.at);
-    w[3] = less(V::odd<D::kSigned>(c[1]), kPlaces<D::kLayout, D::kSlots, 1>.at);
+    for (int k = 0; k < 2; ++k) {
+        w[2 * k] = V::even<D::kSigned>(c[k]);
+        w[2 * k + 1] = V::odd<D::kSigned>(c[k]);
+    }
+    if constexpr (D::kZeros || D::kZero != 0) {
+        V::W zero = V::words(D::kZero);
+        for (int k = 0; k < 4; ++k) {
+            if constexpr (D::kZeros)
+                if (k == 0 || (k == 2 && !have_same_scales<D>())) zero = V::words(V::spread(other, places_of<D>(k / 2)));
+            w[k] = V::less(w[k], zero);
+        }
+    }
 }
 
 // Where the scales of a step's lanes are, of each vector.
@@ -343,13 +357,12 @@ __attribute__((noinline)) void stored_tile(const FormJob& job, int slots, LanePl
     });
 }
 
-// One row multiplies what registers decode; more rows the words of some outputs, which are stored.
+// Few rows multiply what registers decode; more rows the words of some outputs, which are stored.
 template <class D>
 void code_outputs(const FormJob& job) {
     const FormMatrix& m = *job.matrix;
     const std::int64_t steps = m.steps(), slots = steps * D::kSlots, room = slots + kLanes;
-    constexpr auto &kFirst = kPlaces<D::kLayout, D::kSlots, 0>, &kSecond = kPlaces<D::kLayout, D::kSlots, 1>;
-    constexpr LanePlaces kAt = {kFirst.at, kSecond.at};
+    constexpr LanePlaces kAt = {places_of<D>(0), places_of<D>(1)};
     constexpr bool kSame = have_same_scales<D>();
     float* scaled = job.scratch + kTile * (2 * room + steps * kStep / 2);
     Stored outputs[kTile];
@@ -366,20 +379,31 @@ void code_outputs(const FormJob& job) {
         else
             D::scales(m, output, row, scale, other, other + room);
         const float* offset = D::kOffset ? other : nullptr;
-        if (job.rows == 1) {
-            const Integers x(job.x[0], steps);
-            V::F sum = scale_inputs(x, scale, offset, slots, scaled);
-            for_steps<D>(m, row, [&](auto half, std::int64_t step, const std::uint8_t* block) TIERMOE_INLINE {
-                V::W w[4];
-                step_words<D, decltype(half)::value>(block, other + step * D::kSlots, w);
-                sum = add_step<kSame>(w, x.words + step * kStep, scaled + step * D::kSlots, kAt, sum);
+        if (job.rows <= kRows) {
+            row_blocks<kRows>(job.rows, 0, [&](auto block, int first) {
+                constexpr int R = decltype(block)::value;
+                V::F sum[R];
+                const std::int16_t* x[R];
+                for (int r = 0; r < R; ++r) {
+                    const Integers given(job.x[first + r], steps);
+                    x[r] = given.words;
+                    sum[r] = scale_inputs(given, scale, offset, slots, scaled + r * room);
+                }
+                for_steps<D>(m, row, [&](auto half, std::int64_t step, const std::uint8_t* bytes) TIERMOE_INLINE {
+                    V::W w[4];
+                    step_words<D, decltype(half)::value>(bytes, other + step * D::kSlots, w);
+                    each(std::make_integer_sequence<int, R>(), [&](int r) TIERMOE_INLINE {
+                        const float* own = scaled + r * room + step * D::kSlots;
+                        sum[r] = add_step<kSame>(w, x[r] + step * kStep, own, kAt, sum[r]);
+                    });
+                });
+                for (int r = 0; r < R; ++r) job.out[(first + r) * job.stride + k] = sum_lanes(sum[r]);
             });
-            job.out[k] = sum_lanes(sum);
             continue;
         }
-        for_steps<D>(m, row, [&](auto half, std::int64_t step, const std::uint8_t* block) TIERMOE_INLINE {
+        for_steps<D>(m, row, [&](auto half, std::int64_t step, const std::uint8_t* bytes) TIERMOE_INLINE {
             V::W w[4];
-            step_words<D, decltype(half)::value>(block, other + step * D::kSlots, w);
+            step_words<D, decltype(half)::value>(bytes, other + step * D::kSlots, w);
             for (int n = 0; n < 4; ++n) V::store_words(words + step * kStep + 32 * n, w[n]);
         });
         outputs[place] = {words, scale, offset};

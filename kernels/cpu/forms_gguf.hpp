@@ -30,11 +30,11 @@ struct AloneWithOffset : Code<Layout::halves, 4, 4 * Bytes> {
     }
 };
 
-struct Q8_0 : Alone<Layout::plain, 34> {
+struct Q8_0 : Alone<Layout::halves, 34> {
     static constexpr bool kSigned = true;
     template <int>
     TIERMOE_INLINE static void codes(const std::uint8_t* at, V::C* c) {
-        for (int k = 0; k < 2; ++k) c[k] = V::codes(at + 2 + 68 * k, at + 36 + 68 * k);
+        for (int k = 0; k < 2; ++k) c[k] = V::quarters(at + 2 + 16 * k, 34);
     }
 };
 
@@ -201,12 +201,15 @@ struct Q6K : Blocks<Layout::plain, 8, 210> {  // half a block has 64 bytes of lo
 struct Iq4Xs : Blocks<Layout::halves, 4, 136> {
     static constexpr bool kSigned = true;
     static void block(const std::uint8_t* block, float* scale, float*) {
-        const float whole = V::half(block);
-        const int high = word<std::uint16_t>(block + 2);
-        for (int u = 0; u < 8; ++u) {
-            const int low = block[4 + u / 2] >> (u % 2 * 4) & 15;
-            scale[u] = whole * static_cast<float>((low | (high >> (2 * u) & 3) << 4) - 32);
-        }
+        std::uint64_t low = word<std::uint32_t>(block + 4), high = word<std::uint16_t>(block + 2);
+        low = (low | low << 16) & 0x0000ffff0000ffff;  // four bits, and two bits, to a byte each
+        low = (low | low << 8) & 0x00ff00ff00ff00ff;
+        low = (low | low << 4) & 0x0f0f0f0f0f0f0f0f;
+        high = (high | high << 24) & 0x000000ff000000ff;
+        high = (high | high << 12) & 0x000f000f000f000f;
+        high = (high | high << 6) & 0x0303030303030303;
+        const V::F all = V::sub(V::from_u8(V::bytes(low | high << 4, 0)), V::set(32.0f));
+        V::store(scale, V::mul(all, V::set(V::half(block))));  // eight, and as many that the next block replaces
     }
     template <int Half>
     TIERMOE_INLINE static void codes(const std::uint8_t* block, V::C* c) {
@@ -214,18 +217,16 @@ struct Iq4Xs : Blocks<Layout::halves, 4, 136> {
     }
 };
 
-// Weights of a grid with signs: D::eights(block, u, sizes, signs) finds eight at a time of 32, as bytes.
+// Weights of a grid with signs: D::eights(block, u, sizes) finds eight at a time of 32, as bytes, and returns their signs.
 template <class D, int Bytes, int Scales>
 struct Signed : Blocks<Layout::plain, 4 * Scales, Bytes> {
     static constexpr bool kSigned = true;
     template <int Half>
     TIERMOE_INLINE static void codes(const std::uint8_t* block, V::C* c) {
         for (int k = 0; k < 2; ++k) {
-            std::uint64_t sizes[8], signs[8];
-            for (int i = 0; i < 2; ++i) D::eights(block, 4 * Half + 2 * k + i, sizes + 4 * i, signs + 4 * i);
-            for (int i = 0; i < 8; ++i)  // no size is 0, so no byte carries into the next
-                sizes[i] = (sizes[i] ^ signs[i]) + (signs[i] & 0x0101010101010101u);
-            c[k] = V::codes(sizes);
+            std::uint64_t sizes[8], signs[2];
+            for (int i = 0; i < 2; ++i) signs[i] = D::eights(block, 4 * Half + 2 * k + i, sizes + 4 * i);
+            c[k] = V::minus_bits(V::codes(sizes), signs[0] | signs[1] << 32);
         }
     }
 };
@@ -235,9 +236,11 @@ inline void half_steps(const std::uint8_t* at, float factor, float* scale) {
     for (int i = 0; i < 16; ++i) scale[i] = factor * (0.5f + static_cast<float>(at[i / 2] >> (i % 2 * 4) & 15));
 }
 
-// The signs of four eights in seven bits each, and a scale in the upper four bits of a word.
-inline void even_signs(std::uint32_t bits, std::uint64_t* signs) {
-    for (int k = 0; k < 4; ++k) signs[k] = kSpreadEven[bits >> (7 * k) & 127];
+// The signs of four eights, of seven bits each in a word.
+TIERMOE_INLINE inline std::uint32_t even_signs(std::uint32_t bits) {
+    std::uint32_t signs = 0;
+    for (int k = 0; k < 4; ++k) signs |= static_cast<std::uint32_t>(kEven[bits >> (7 * k) & 127]) << (8 * k);
+    return signs;
 }
 
 struct Iq2Xxs : Signed<Iq2Xxs, 66, 1> {
@@ -245,10 +248,10 @@ struct Iq2Xxs : Signed<Iq2Xxs, 66, 1> {
         for (int u = 0; u < 8; ++u)
             scale[u] = V::half(block) * 0.25f * (0.5f + static_cast<float>(word<std::uint32_t>(block + 6 + 8 * u) >> 28));
     }
-    TIERMOE_INLINE static void eights(const std::uint8_t* block, int u, std::uint64_t* sizes, std::uint64_t* signs) {
+    TIERMOE_INLINE static std::uint32_t eights(const std::uint8_t* block, int u, std::uint64_t* sizes) {
         const std::uint8_t* at = block + 2 + 8 * u;
         for (int k = 0; k < 4; ++k) sizes[k] = kIq2Xxs[at[k]];
-        even_signs(word<std::uint32_t>(at + 4), signs);
+        return even_signs(word<std::uint32_t>(at + 4));
     }
 };
 
@@ -256,12 +259,14 @@ struct Iq2Xs : Signed<Iq2Xs, 74, 2> {
     static void block(const std::uint8_t* block, float* scale, float*) {
         half_steps(block + 66, V::half(block) * 0.25f, scale);
     }
-    TIERMOE_INLINE static void eights(const std::uint8_t* block, int u, std::uint64_t* sizes, std::uint64_t* signs) {
+    TIERMOE_INLINE static std::uint32_t eights(const std::uint8_t* block, int u, std::uint64_t* sizes) {
+        std::uint32_t signs = 0;
         for (int k = 0; k < 4; ++k) {
             const int code = word<std::uint16_t>(block + 2 + 8 * u + 2 * k);
             sizes[k] = kIq2Xs[code & 511];
-            signs[k] = kSpreadEven[code >> 9];
+            signs |= static_cast<std::uint32_t>(kEven[code >> 9]) << (8 * k);
         }
+        return signs;
     }
 };
 
@@ -269,12 +274,10 @@ struct Iq2S : Signed<Iq2S, 82, 2> {
     static void block(const std::uint8_t* block, float* scale, float*) {
         half_steps(block + 74, V::half(block) * 0.25f, scale);
     }
-    TIERMOE_INLINE static void eights(const std::uint8_t* block, int u, std::uint64_t* sizes, std::uint64_t* signs) {
+    TIERMOE_INLINE static std::uint32_t eights(const std::uint8_t* block, int u, std::uint64_t* sizes) {
         const std::uint8_t* at = block + 2 + 4 * u;
-        for (int k = 0; k < 4; ++k) {
-            sizes[k] = kIq2S[at[k] | (block[66 + u] >> (2 * k) & 3) << 8];
-            signs[k] = kSpread[at[32 + k]];
-        }
+        for (int k = 0; k < 4; ++k) sizes[k] = kIq2S[at[k] | (block[66 + u] >> (2 * k) & 3) << 8];
+        return word<std::uint32_t>(at + 32);
     }
 };
 
@@ -283,11 +286,11 @@ struct Iq3Xxs : Signed<Iq3Xxs, 98, 1> {
         for (int u = 0; u < 8; ++u)
             scale[u] = V::half(block) * 0.5f * (0.5f + static_cast<float>(word<std::uint32_t>(block + 66 + 4 * u) >> 28));
     }
-    TIERMOE_INLINE static void eights(const std::uint8_t* block, int u, std::uint64_t* sizes, std::uint64_t* signs) {
+    TIERMOE_INLINE static std::uint32_t eights(const std::uint8_t* block, int u, std::uint64_t* sizes) {
         const std::uint8_t* at = block + 2 + 8 * u;
         for (int k = 0; k < 4; ++k)
             sizes[k] = kIq3Xxs[at[2 * k]] | static_cast<std::uint64_t>(kIq3Xxs[at[2 * k + 1]]) << 32;
-        even_signs(word<std::uint32_t>(block + 66 + 4 * u), signs);
+        return even_signs(word<std::uint32_t>(block + 66 + 4 * u));
     }
 };
 
@@ -296,15 +299,15 @@ struct Iq3S : Signed<Iq3S, 110, 1> {
         for (int u = 0; u < 8; ++u)
             scale[u] = V::half(block) * static_cast<float>(1 + 2 * (block[106 + u / 2] >> (u % 2 * 4) & 15));
     }
-    TIERMOE_INLINE static void eights(const std::uint8_t* block, int u, std::uint64_t* sizes, std::uint64_t* signs) {
+    TIERMOE_INLINE static std::uint32_t eights(const std::uint8_t* block, int u, std::uint64_t* sizes) {
         const std::uint8_t* at = block + 2 + 8 * u;
         const int ninth = block[66 + u];
         for (int k = 0; k < 4; ++k) {
             const int first = at[2 * k] | (ninth >> (2 * k) & 1) << 8;
             const int second = at[2 * k + 1] | (ninth >> (2 * k + 1) & 1) << 8;
             sizes[k] = kIq3S[first] | static_cast<std::uint64_t>(kIq3S[second]) << 32;
-            signs[k] = kSpread[block[74 + 4 * u + k]];
         }
+        return word<std::uint32_t>(block + 74 + 4 * u);
     }
 };
 

@@ -72,11 +72,15 @@ struct V {
         return _cvtsh_ss(bits);
     }
 
+    // Sixteen float16 numbers, `stride` bytes apart.
+    static F strided_halves(const std::uint8_t* at, int stride) {
+        return {_mm256_cvtph_ps(eight_words(at, stride)), _mm256_cvtph_ps(eight_words(at + 8 * stride, stride))};
+    }
+
     // Codes: 64 bytes; a lane has four of them. Words: half of them, as 32 integers of sixteen bits.
     using C = I;
     using W = I;
-    static C codes(const void* at) { return codes(at, static_cast<const std::uint8_t*>(at) + 32); }
-    static C codes(const void* first, const void* second) { return {half_of(first), half_of(second)}; }
+    static C codes(const void* at) { return {half_of(at), half_of(static_cast<const std::uint8_t*>(at) + 32)}; }
     static C codes(const std::uint64_t* at) {
         return {_mm256_set_epi64x(number(at[3]), number(at[2]), number(at[1]), number(at[0])),
                 _mm256_set_epi64x(number(at[7]), number(at[6]), number(at[5]), number(at[4]))};
@@ -97,14 +101,11 @@ struct V {
         return each(low, high, [](__m256i a, __m256i b) { return _mm256_or_si256(a, _mm256_slli_epi16(b, Shift)); });
     }
     static C plus_bits(C c, std::uint64_t bits, int value) {  // where a bit is set
-        const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-        const __m256i own = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201u));
-        for (int i = 0; i < 2; ++i) {
-            const __m256i all = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits >> (32 * i))), places);
-            const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(all, own), own);
-            c.half[i] = _mm256_add_epi8(c.half[i], _mm256_and_si256(set, _mm256_set1_epi8(static_cast<char>(value))));
-        }
-        return c;
+        const __m256i more = _mm256_set1_epi8(static_cast<char>(value));
+        return each(c, spread_bits(bits), [&](__m256i a, __m256i set) { return _mm256_add_epi8(a, _mm256_and_si256(set, more)); });
+    }
+    static C minus_bits(C c, std::uint64_t bits) {  // negated where a bit is set
+        return each(c, spread_bits(bits), [](__m256i a, __m256i set) { return _mm256_sub_epi8(_mm256_xor_si256(a, set), set); });
     }
     static C lookup(const std::int8_t* table, C c) {
         const __m256i twice = _mm256_broadcastsi128_si256(bytes(table));
@@ -145,11 +146,29 @@ struct V {
     }
 
    private:
+    static __m128i eight_words(const std::uint8_t* at, int stride) {
+        const auto word = [&](int i) {
+            std::int16_t bits;
+            std::memcpy(&bits, at + i * stride, sizeof(bits));
+            return bits;
+        };
+        return _mm_setr_epi16(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7));
+    }
     static __m256i half_of(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
     static long long number(std::uint64_t bits) { return static_cast<long long>(bits); }
     template <int Shift, int Mask>
     static __m256i part(__m256i v) {
         return _mm256_and_si256(_mm256_srli_epi16(v, Shift), _mm256_set1_epi8(Mask));
+    }
+    static C spread_bits(std::uint64_t bits) {  // a byte of ones for each bit that is set
+        const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+        const __m256i own = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201u));
+        C c;
+        for (int i = 0; i < 2; ++i) {
+            const __m256i all = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits >> (32 * i))), places);
+            c.half[i] = _mm256_cmpeq_epi8(_mm256_and_si256(all, own), own);
+        }
+        return c;
     }
     template <typename Op>
     static I each(I x, I y, Op op) {

@@ -66,11 +66,15 @@ struct V {
         return _cvtsh_ss(bits);
     }
 
+    // Sixteen float16 numbers, `stride` bytes apart.
+    static F strided_halves(const std::uint8_t* at, int stride) {
+        return _mm512_cvtph_ps(_mm256_set_m128i(eight_words(at + 8 * stride, stride), eight_words(at, stride)));
+    }
+
     // Codes: 64 bytes; a lane has four of them. Words: half of them, as 32 integers of sixteen bits.
     using C = __m512i;
     using W = __m512i;
     static C codes(const void* at) { return _mm512_loadu_si512(at); }
-    static C codes(const void* first, const void* second) { return _mm512_inserti64x4(_mm512_castsi256_si512(half_of(first)), half_of(second), 1); }
     static C codes(const std::uint64_t* at) {
         return _mm512_set_epi64(number(at[7]), number(at[6]), number(at[5]), number(at[4]), number(at[3]), number(at[2]),
                                 number(at[1]), number(at[0]));
@@ -98,6 +102,9 @@ struct V {
     static C plus_bits(C c, std::uint64_t bits, int value) {  // where a bit is set
         return _mm512_mask_add_epi8(c, bits, c, _mm512_set1_epi8(static_cast<char>(value)));
     }
+    static C minus_bits(C c, std::uint64_t bits) {  // negated where a bit is set
+        return _mm512_mask_sub_epi8(c, bits, _mm512_setzero_si512(), c);
+    }
     static C lookup(const std::int8_t* table, C c) {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes(table)), c);
     }
@@ -124,6 +131,14 @@ struct V {
     }
 
    private:
+    static __m128i eight_words(const std::uint8_t* at, int stride) {
+        const auto word = [&](int i) {
+            std::int16_t bits;
+            std::memcpy(&bits, at + i * stride, sizeof(bits));
+            return bits;
+        };
+        return _mm_setr_epi16(word(0), word(1), word(2), word(3), word(4), word(5), word(6), word(7));
+    }
     static __m256i half_of(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
     static long long number(std::uint64_t bits) { return static_cast<long long>(bits); }
 };

@@ -139,6 +139,13 @@ struct V {
         return half_to_float(bits);
     }
 
+    // Sixteen float16 numbers, `stride` bytes apart.
+    static F strided_halves(const std::uint8_t* at, int stride) {
+        F f;
+        for (int i = 0; i < 16; ++i) f.lane[i] = half(at + i * stride);
+        return f;
+    }
+
     // Codes: 64 bytes; a lane has four of them. Words: half of them, as 32 integers of sixteen bits.
     struct C {
         std::uint8_t lane[64];
@@ -149,12 +156,6 @@ struct V {
     static C codes(const void* at) {
         C c;
         std::memcpy(c.lane, at, sizeof(c.lane));
-        return c;
-    }
-    static C codes(const void* first, const void* second) {
-        C c;
-        std::memcpy(c.lane, first, 32);
-        std::memcpy(c.lane + 32, second, 32);
         return c;
     }
     static C codes(const std::uint64_t* at) { return codes(static_cast<const void*>(at)); }
@@ -170,8 +171,11 @@ struct V {
     }
     template <int First, int Second, int Mask>
     static C fields(const void* at) {  // of the same 32 bytes
-        C c = codes(at, at);
-        for (int i = 0; i < 64; ++i) c.lane[i] = static_cast<std::uint8_t>(c.lane[i] >> (i < 32 ? First : Second) & Mask);
+        C c;
+        for (int i = 0; i < 64; ++i) {
+            const std::uint8_t byte = static_cast<const std::uint8_t*>(at)[i % 32];
+            c.lane[i] = static_cast<std::uint8_t>(byte >> (i < 32 ? First : Second) & Mask);
+        }
         return c;
     }
     template <int Shift>
@@ -182,6 +186,11 @@ struct V {
     static C plus_bits(C c, std::uint64_t bits, int value) {  // where a bit is set
         for (int i = 0; i < 64; ++i)
             if (bits >> i & 1) c.lane[i] = static_cast<std::uint8_t>(c.lane[i] + value);
+        return c;
+    }
+    static C minus_bits(C c, std::uint64_t bits) {  // negated where a bit is set
+        for (int i = 0; i < 64; ++i)
+            if (bits >> i & 1) c.lane[i] = static_cast<std::uint8_t>(-c.lane[i]);
         return c;
     }
     static C lookup(const std::int8_t* table, C c) {
