@@ -2,9 +2,10 @@
 
     out[row] += weight * FFN_expert(hidden[row])       FFN(x) = down(act(gate x) * up x)
 
-Without torch, so that the NDP worker starts in a second. The arrays may be mapped files; nothing is copied. Weights are
-decoded to float32 in registers, and activations stay float32: a result differs from that of `ExpertForm.dequantize` in
-the order of additions alone.
+Without torch, so that the NDP worker starts in a second. The arrays may be mapped files; nothing is copied. Floats and
+FP8 are decoded to float32 in registers, and activations stay float32: a result differs from that of
+`ExpertForm.dequantize` in the order of additions alone. All other weights are small integers times a scale: 32
+activations at a time are rounded to sixteen bits, by at most 2^-15 of the largest, and integers are multiplied.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def combined(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class HostKernel:
-    """The C++ kernels of published forms and of full precision: weights decoded in registers, float32 products.
+    """The C++ kernels of published forms (`form_ffn`) and of full precision: weights decoded in registers.
 
     Args:
         layer: the experts. first: see the module.

@@ -45,27 +45,27 @@ struct Item {
     const FormExpert* expert;
     std::int64_t start;
     int rows;
-    float *gate_x, *up_x, *h, *down_x;  // [rows, padded inputs], h [rows, neurons]
+    float *gate_x, *up_x, *h, *down_x;  // [rows, arranged()], h [rows, neurons]
 };
 
 bool same_arrangement(const FormMatrix& a, const FormMatrix& b) {
-    return a.weight == b.weight || (!a.order && !b.order && a.kind == b.kind);
+    return a.weight == b.weight || (!a.order && !b.order && a.kind == b.kind && a.integers() == b.integers());
 }
 
 std::int64_t item_floats(const Item& item) {
     const FormExpert& e = *item.expert;
-    const std::int64_t up = same_arrangement(e.gate, e.up) ? 0 : e.up.padded();
-    return item.rows * (e.gate.padded() + up + ceil_div(e.down.inputs, kUnit) * kUnit + e.down.padded());
+    const std::int64_t up = same_arrangement(e.gate, e.up) ? 0 : e.up.arranged();
+    return item.rows * (e.gate.arranged() + up + ceil_div(e.down.inputs, kUnit) * kUnit + e.down.arranged());
 }
 
 // Gives an item its memory from `at` on.
 void place(Item& item, float* at) {
     const FormExpert& e = *item.expert;
     item.gate_x = item.up_x = at;
-    at += item.rows * e.gate.padded();
+    at += item.rows * e.gate.arranged();
     if (!same_arrangement(e.gate, e.up)) {
         item.up_x = at;
-        at += item.rows * e.up.padded();
+        at += item.rows * e.up.arranged();
     }
     item.h = at;
     item.down_x = at + item.rows * ceil_div(e.down.inputs, kUnit) * kUnit;
@@ -90,7 +90,7 @@ class Pass {
         threads_.run(items, [&](std::int64_t i, int) {
             const Item& it = item(i);
             for (int r = 0; r < it.rows; ++r)
-                arrange(it.expert->down, it.h + r * layer_.neurons, it.down_x + r * it.expert->down.padded());
+                arrange(it.expert->down, it.h + r * layer_.neurons, it.down_x + r * it.expert->down.arranged());
         });
         check();
         threads_.run(ceil_div(layer_.hidden, kFormOutputs), [&](std::int64_t chunk, int thread) {
@@ -111,15 +111,15 @@ class Pass {
         const FormExpert& e = *item.expert;
         for (int r = 0; r < item.rows; ++r) {
             const float* x = batch_.hidden + batch_.rows[item.start + r] * layer_.hidden;
-            arrange(e.gate, x, item.gate_x + r * e.gate.padded());
-            if (item.up_x != item.gate_x) arrange(e.up, x, item.up_x + r * e.up.padded());
+            arrange(e.gate, x, item.gate_x + r * e.gate.arranged());
+            if (item.up_x != item.gate_x) arrange(e.up, x, item.up_x + r * e.up.arranged());
         }
     }
 
     void dots(const FormMatrix& matrix, std::int64_t first, std::int64_t step, std::int64_t count, const Item& item,
-              const float* x, float* out, int thread) {
-        const float* rows[kItemRows];
-        for (int r = 0; r < item.rows; ++r) rows[r] = x + r * matrix.padded();
+              float* x, float* out, int thread) {
+        float* rows[kItemRows];
+        for (int r = 0; r < item.rows; ++r) rows[r] = x + r * matrix.arranged();
         kernels_.dots({&matrix, first, step, count, item.rows, rows, out, kFormOutputs,
                        thread_scratch_ + thread * scratch_});
     }
@@ -232,16 +232,16 @@ void form_linear(Threads& threads, int set, const FormMatrix& matrix, const floa
     const std::lock_guard<std::mutex> lock(threads.busy());
     const Threads::Bound bound(threads);
     const FormKernels& kernels = kernels_of(set);
-    const std::int64_t scratch = ceil_div(form_scratch(matrix), 16) * 16, padded = matrix.padded();
+    const std::int64_t scratch = ceil_div(form_scratch(matrix), 16) * 16, size = matrix.arranged();
     auto* own = static_cast<float*>(
-        threads.scratch(static_cast<std::size_t>(threads.count() * scratch + kItemRows * padded) * sizeof(float)));
+        threads.scratch(static_cast<std::size_t>(threads.count() * scratch + kItemRows * size) * sizeof(float)));
     float* arranged = own + threads.count() * scratch;
     for (std::int64_t first = 0; first < rows; first += kItemRows) {
         const int count = static_cast<int>(std::min<std::int64_t>(kItemRows, rows - first));
-        const float* at[kItemRows];
+        float* at[kItemRows];
         for (int r = 0; r < count; ++r) {
-            at[r] = arranged + r * padded;
-            if (!kernels.arrange(matrix, x + (first + r) * matrix.inputs, arranged + r * padded))
+            at[r] = arranged + r * size;
+            if (!kernels.arrange(matrix, x + (first + r) * matrix.inputs, arranged + r * size))
                 throw std::invalid_argument("the order of a matrix names an input that is not there");
         }
         threads.run(ceil_div(matrix.outputs, kFormOutputs), [&](std::int64_t chunk, int thread) {

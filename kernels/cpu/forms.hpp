@@ -1,8 +1,9 @@
 // Expert FFN on weights in their published forms (kernels/forms.py), [outputs, inputs] as an nn.Linear has them:
 //   y = down . (act(gate . x) * (up . x))
-// Every weight is decoded in registers to the float32 number that `MatrixForm.dequantize` gives, to the bit, and
-// multiplied in float32. An output is one dot product in a fixed order, so results depend neither on threads, nor on
-// the other rows and experts of a call.
+// Floats and FP8: every weight is decoded in registers to the float32 number that `MatrixForm.dequantize` gives, to the
+// bit, and multiplied in float32. All other forms: inputs are rounded to sixteen bits, and integers are multiplied; see
+// forms_codes.hpp. An output is one dot product in a fixed order, so results depend neither on threads, nor on the other
+// rows and experts of a call.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,9 @@ constexpr GgufBlock kGgufBlocks[] = {
 };
 constexpr GgufBlock gguf_block(FormKind kind) { return kGgufBlocks[static_cast<int>(kind) - static_cast<int>(FormKind::q8_0)]; }
 
-constexpr int kUnit = 32;        // weights that are decoded together
+constexpr int kUnit = 32;        // weights of floats that are decoded together
+constexpr int kStep = 128;       // the same of integers
+constexpr int kMostSlots = 8;    // scales of a step
 constexpr int kFormOutputs = 32; // of one job
 
 // A matrix and the addresses of its parts; null where the form has no such part.
@@ -49,6 +52,13 @@ struct FormMatrix {
 
     std::int64_t groups() const { return (inputs + group - 1) / group; }
     std::int64_t padded() const { return (inputs + kUnit - 1) / kUnit * kUnit; }
+    std::int64_t steps() const { return (inputs + kStep - 1) / kStep; }
+    // Whether the products are those of integers: of all but floats, FP8, and groups that share no 32 weights.
+    bool integers() const {
+        return kind >= FormKind::mxfp4 && ((kind != FormKind::int4 && kind != FormKind::int8) || group % kUnit == 0 || group >= inputs);
+    }
+    // Floats of an arranged row of inputs: integers of sixteen bits, and scales and sums; or floats.
+    std::int64_t arranged() const { return integers() ? steps() * (kStep / 2 + 2 * kMostSlots) + 32 : padded(); }
     std::int64_t row_bytes() const;
     bool fits() const;  // whether kind, types and sizes go together
 };
@@ -80,7 +90,7 @@ struct FormJob {
     const FormMatrix* matrix;
     std::int64_t first, step, count;
     int rows;
-    const float* const* x;  // [rows] of [padded()], arranged
+    float* const* x;  // [rows] of [arranged()]
     float* out;
     std::int64_t stride;
     float* scratch;  // form_scratch(matrix) floats, aligned to 64
@@ -88,13 +98,13 @@ struct FormJob {
 
 constexpr int kFormTile = 4;  // outputs that share a read of the inputs, at most
 inline std::int64_t form_scratch(const FormMatrix& matrix) {
-    return kFormTile * (3 * matrix.padded() + 64);  // weights, scales and zero points
+    return kFormTile * (3 * kStep * matrix.steps() + 64);  // weights, scales and zero points
 }
 
 struct FormKernels {
     const char* name;
     void (*dots)(const FormJob&);
-    // Puts a row in the order in which the form's weights are decoded; false: `order` names what is not there.
+    // Makes a row what the form's products take; false: `order` names what is not there.
     bool (*arrange)(const FormMatrix&, const float* x, float* arranged);
     void (*activate)(const float* gate, const float* up, std::int64_t size, Activation, float* h);
 };

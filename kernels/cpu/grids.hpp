@@ -314,24 +314,15 @@ constexpr std::uint16_t kIq3SCodes[512] = {
 constexpr std::uint8_t kIq3SSizes[] = {1, 3, 5, 7, 9, 11, 13, 15};
 constexpr std::array<std::uint32_t, 512> kIq3S = unpack_grid<std::uint32_t>(kIq3SCodes, kIq3SSizes);
 
-// A byte of ones for each bit that is set.
-constexpr std::array<std::uint64_t, 256> kSpread = [] {
-    std::array<std::uint64_t, 256> words{};
-    for (std::size_t i = 0; i < 256; ++i)
-        for (std::size_t at = 0; at < 8; ++at)
-            if (i >> at & 1) words[i] |= std::uint64_t{255} << (8 * at);
-    return words;
-}();
-
-// The same of seven bits and an eighth that makes their number even.
-constexpr std::array<std::uint64_t, 128> kSpreadEven = [] {
-    std::array<std::uint64_t, 128> words{};
+// Seven bits and an eighth that makes their number even.
+constexpr std::array<std::uint8_t, 128> kEven = [] {
+    std::array<std::uint8_t, 128> bytes{};
     for (std::size_t i = 0; i < 128; ++i) {
         std::size_t odd = 0;
         for (std::size_t at = 0; at < 7; ++at) odd ^= i >> at & 1;
-        words[i] = kSpread[i | odd << 7];
+        bytes[i] = static_cast<std::uint8_t>(i | odd << 7);
     }
-    return words;
+    return bytes;
 }();
 
 }  // namespace tiermoe

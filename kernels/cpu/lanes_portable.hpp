@@ -29,8 +29,6 @@ inline float half_to_float(std::uint16_t h) {
     return from_bits(sign | 0x3f800000u) * static_cast<float>(rest) * 5.9604644775390625e-8f;  // subnormal: 2^-24
 }
 
-enum class Four { plain, e2m1, iq4 };  // what four bits stand for: themselves, float4, or the sizes of IQ4_NL
-
 struct V {
     struct F {
         float lane[16];
@@ -97,7 +95,7 @@ struct V {
         return f;
     }
 
-    // Bytes: sixteen of them, and fields of them.
+    // Bytes: sixteen of them.
     struct B {
         std::uint8_t lane[16];
     };
@@ -110,16 +108,6 @@ struct V {
         B b;
         std::memcpy(b.lane, &first, sizeof(first));
         std::memcpy(b.lane + 8, &second, sizeof(second));
-        return b;
-    }
-    static B field(const B& b, int shift, int mask) {
-        B f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = static_cast<std::uint8_t>(b.lane[i] >> shift & mask);
-        return f;
-    }
-    static B with(const B& low, const B& high, int shift) {
-        B b;
-        for (int i = 0; i < 16; ++i) b.lane[i] = static_cast<std::uint8_t>(low.lane[i] | high.lane[i] << shift);
         return b;
     }
     static F from_u8(const B& b) {
@@ -145,33 +133,124 @@ struct V {
             f.lane[i] = from_bits(b.lane[i] ? static_cast<std::uint32_t>(b.lane[i]) << 23 : 0x00400000u);
         return f;
     }
-    static F halves(float first, float second) {
-        F f;
-        for (int i = 0; i < 16; ++i) f.lane[i] = i < 8 ? first : second;
-        return f;
-    }
     static float half(const void* at) {
         std::uint16_t bits;
         std::memcpy(&bits, at, sizeof(bits));
         return half_to_float(bits);
     }
 
-    // The low and the high halves of sixteen bytes, mapped: Map takes what the codes stand for to weights.
-    template <Four Codes, class Map>
-    struct Lookup {
-        explicit Lookup(Map map)
-            : table(map(Codes == Four::e2m1  ? F{{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6}}
-                        : Codes == Four::iq4 ? F{{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}}
-                                             : F{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}})) {}
-        F low(const void* at) const { return found(bytes(at), 0); }
-        F high(const void* at) const { return found(bytes(at), 4); }
-        F found(const B& b, int shift) const {
-            F f;
-            for (int i = 0; i < 16; ++i) f.lane[i] = table.lane[b.lane[i] >> shift & 15];
-            return f;
-        }
-        F table;
+    // Sixteen float16 numbers, `stride` bytes apart.
+    static F strided_halves(const std::uint8_t* at, int stride) {
+        F f;
+        for (int i = 0; i < 16; ++i) f.lane[i] = half(at + i * stride);
+        return f;
+    }
+
+    // Codes: 64 bytes; a lane has four of them. Words: half of them, as 32 integers of sixteen bits.
+    struct C {
+        std::uint8_t lane[64];
     };
+    struct W {
+        std::int16_t lane[32];
+    };
+    static C codes(const void* at) {
+        C c;
+        std::memcpy(c.lane, at, sizeof(c.lane));
+        return c;
+    }
+    static C codes(const std::uint64_t* at) { return codes(static_cast<const void*>(at)); }
+    static C quarters(const std::uint8_t* at, int stride) {  // sixteen bytes of four blocks
+        C c;
+        for (int i = 0; i < 4; ++i) std::memcpy(c.lane + 16 * i, at + i * stride, 16);
+        return c;
+    }
+    template <int Shift, int Mask>
+    static C field(C c) {
+        for (std::uint8_t& lane : c.lane) lane = static_cast<std::uint8_t>(lane >> Shift & Mask);
+        return c;
+    }
+    template <int First, int Second, int Mask>
+    static C fields(const void* at) {  // of the same 32 bytes
+        C c;
+        for (int i = 0; i < 64; ++i) {
+            const std::uint8_t byte = static_cast<const std::uint8_t*>(at)[i % 32];
+            c.lane[i] = static_cast<std::uint8_t>(byte >> (i < 32 ? First : Second) & Mask);
+        }
+        return c;
+    }
+    template <int Shift>
+    static C with(C low, const C& high) {
+        for (int i = 0; i < 64; ++i) low.lane[i] = static_cast<std::uint8_t>(low.lane[i] | high.lane[i] << Shift);
+        return low;
+    }
+    static C plus_bits(C c, std::uint64_t bits, int value) {  // where a bit is set
+        for (int i = 0; i < 64; ++i)
+            if (bits >> i & 1) c.lane[i] = static_cast<std::uint8_t>(c.lane[i] + value);
+        return c;
+    }
+    static C minus_bits(C c, std::uint64_t bits) {  // negated where a bit is set
+        for (int i = 0; i < 64; ++i)
+            if (bits >> i & 1) c.lane[i] = static_cast<std::uint8_t>(-c.lane[i]);
+        return c;
+    }
+    static C lookup(const std::int8_t* table, C c) {
+        for (std::uint8_t& lane : c.lane) lane = static_cast<std::uint8_t>(table[lane]);
+        return c;
+    }
+    template <bool Signed>
+    static W even(const C& c) {
+        return every_second<Signed>(c, 0);
+    }
+    template <bool Signed>
+    static W odd(const C& c) {
+        return every_second<Signed>(c, 1);
+    }
+    template <bool Signed>
+    static W every_second(const C& c, int first) {
+        W w;
+        for (int i = 0; i < 32; ++i) {
+            const std::uint8_t byte = c.lane[2 * i + first];
+            w.lane[i] = Signed ? static_cast<std::int8_t>(byte) : byte;
+        }
+        return w;
+    }
+    static W words(int value) {
+        W w;
+        for (std::int16_t& lane : w.lane) lane = static_cast<std::int16_t>(value);
+        return w;
+    }
+    static W words(const F& two_in_each_lane) {
+        W w;
+        std::memcpy(w.lane, two_in_each_lane.lane, sizeof(w.lane));
+        return w;
+    }
+    static W load_words(const std::int16_t* at) {
+        W w;
+        std::memcpy(w.lane, at, sizeof(w.lane));
+        return w;
+    }
+    static void store_words(std::int16_t* at, const W& w) { std::memcpy(at, w.lane, sizeof(w.lane)); }
+    static W less(W a, const W& b) {
+        for (int i = 0; i < 32; ++i) a.lane[i] = static_cast<std::int16_t>(a.lane[i] - b.lane[i]);
+        return a;
+    }
+    // The sums of the products of two words.
+    static I products(const W& w, const std::int16_t* x) { return add_products({}, w, x); }
+    static I add_products(I sum, const W& w, const std::int16_t* x) {
+        for (int i = 0; i < 16; ++i) sum.lane[i] += w.lane[2 * i] * x[2 * i] + w.lane[2 * i + 1] * x[2 * i + 1];
+        return sum;
+    }
+    static F fused(const F& a, const F& b, const F& c) {  // rounds once, as those of AVX do, where `fma` need not
+        F f;
+        for (int i = 0; i < 16; ++i) f.lane[i] = std::fma(a.lane[i], b.lane[i], c.lane[i]);
+        return f;
+    }
+    // Lane i gets at[places[i]], of eight numbers.
+    static F spread(const float* at, const std::int32_t* places) {
+        F f;
+        for (int i = 0; i < 16; ++i) f.lane[i] = at[places[i]];
+        return f;
+    }
 };
 
 }  // namespace
