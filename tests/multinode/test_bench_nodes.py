@@ -109,11 +109,12 @@ def test_the_node_of_the_command_is_lost_and_nothing_stays(nodes: RayNodes, tmp_
     try:
         _said(process, "repetitions: 1/4")
         before = _actors(head)
-        assert len(before) >= 3  # lead, store, directory
+        assert len(before) >= 2  # lead and store
         nodes.kill_raylet(second)
         rest, _ = process.communicate(timeout=_WAIT_S)
-        assert process.returncode == 1
-        assert "Ray" in rest
+        # with what was answered before its deployment was seen to have ended, or without, where Ray was missed first
+        assert process.returncode in (0, 1), rest
+        assert ("requests" if process.returncode == 0 else "Ray") in rest
     finally:
         process.kill()
     _, alive = psutil.wait_procs(before, timeout=_GONE_S)

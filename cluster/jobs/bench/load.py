@@ -159,7 +159,8 @@ async def drive(
 
     found = [] if answered is None else answered
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # a kept connection that the server closes at that moment would count as a request that it lost
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, headers=headers) as http:
         client = _Client(http, model, load, timeout_s)
         if repetition == 0 and load.warmup:
