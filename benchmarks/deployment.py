@@ -98,7 +98,8 @@ class Point:
 def points_of(nodes: int, quick: bool) -> list[Point]:
     """The grid on so many nodes: GPUs, NDP workers up to two, and the store read over the network."""
     if quick:
-        return [Point(nodes, 1), Point(nodes, nodes), Point(nodes, nodes, ndp=1)]
+        all_kinds = Point(nodes, nodes, ndp=1)
+        return [all_kinds] if nodes == 2 else [Point(nodes, 1), Point(nodes, nodes), all_kinds]
     grid = [Point(nodes, shards, ndp) for shards, ndp in product(range(1, nodes + 1), range(3 if nodes > 2 else 2))]
     return [*grid, Point(nodes, nodes, store="network")]
 
