@@ -128,4 +128,10 @@ def _joined(found: Sequence[Any]) -> Any:
     """What a module gives for all tokens, by what it gives for each."""
     if isinstance(found[0], torch.Tensor):
         return torch.cat(list(found), 1)
-    return (torch.cat([out[0] for out in found], 1), *found[-1][1:])
+    parts = zip(*found, strict=True)  # such as queries, keys and values; what is not of a token is that of the last
+    return tuple(torch.cat(part, 1) if all(map(_of_a_token, part)) else part[-1] for part in parts)
+
+
+def _of_a_token(found: Any) -> bool:
+    """Whether it is a tensor [B, 1, ..]."""
+    return isinstance(found, torch.Tensor) and found.ndim > 2 and found.shape[1] == 1
