@@ -182,7 +182,7 @@ class GpuWorker:
         self._engine.notes += _draft(settings, self._engine, self._batcher) + self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             with self._engine.alone:
-                self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
+                self._engine.begin_serving()
         self._engine.follow_maps()
         self._engine.reset_stats()
         plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned)

@@ -35,6 +35,10 @@ class Placer:
         """Load experts before the first request. Raises RuntimeFailure: a copy or a shard failed."""
         return None
 
+    def begin_serving(self) -> None:
+        """The first requests have run, by which the start tried itself, and the cache is empty again."""
+        return None
+
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward carries these rows."""
         return None
