@@ -52,7 +52,7 @@ def probe_costs(
     for _ in range(_ROUNDS):  # processes that have just begun are slow
         copy_s = min(_copying(cache, count, lambda: None) / count for _ in range(_REPEATS))
         near = None if peer is None or activations is None else _near_seconds(cache, peer, activations, copy_s, here)
-        near_s, busy_s, free_rows, message_s, beside = (first_s, first_s * _BUSY, 1.0, 1e-4, 1.0) if near is None else near
+        near_s, busy_s, free_rows, message_s, beside = near or (first_s, first_s * _BUSY, 1.0, 1e-4, 1.0)
         dense_s = top_k * first_s  # until layers have run
         found = Costs(copy_s, first_s, further_s, near_s, busy_s, free_rows, message_s, dense_s, beside)
         falls = best is None or message_s < _FALLS * best.message_s
