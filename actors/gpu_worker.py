@@ -192,7 +192,7 @@ class GpuWorker:
         self._engine.notes += self._draft() + self._dense.settle()
         if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
             with self._engine.alone:
-                self._engine.cache.flush()  # experts of the batcher's probe: every run starts with an empty cache
+                self._engine.begin_serving()
         self._engine.follow_maps()
         self.reset_stats()
         if settings.keep_hot_set:

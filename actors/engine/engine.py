@@ -409,6 +409,11 @@ class ExpertEngine:
         """The residency of each layer now; from any thread."""
         return self.cache.layer_residency()
 
+    def begin_serving(self) -> None:
+        """Drop the experts of the requests by which the start tried itself: every run starts with an empty cache."""
+        self.cache.flush()
+        self._placer.begin_serving()
+
     def reset_stats(self) -> None:
         """Zero the counters and the timeline; residency stays."""
         if self.matcher is not None:

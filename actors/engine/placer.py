@@ -42,6 +42,10 @@ class Placer:
         """
         return True
 
+    def begin_serving(self) -> None:
+        """The first requests have run, by which the start tried itself, and the cache is empty again."""
+        return None
+
     def begin_forward(self, sequences: Sequence[SequenceRows]) -> None:
         """The next forward carries these rows."""
         return None

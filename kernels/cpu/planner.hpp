@@ -456,23 +456,20 @@ class Planner {
     }
 
     // Correct a cost by what was seen of it, where so much was expected: by (seen / expected)^step. What is seen first
-    // weighs more than what follows, since a probe may have met a busy machine; most of all the first message.
+    // weighs more than what follows, since a probe may have met a busy machine.
     void saw(Part part, double expected_s, double seen_s) {
         if (off(Without::correction) || !(expected_s > 0) || !(seen_s > 0)) return;
         const double ratio = seen_s / expected_s;
         // `took` is told what this does not explain
         if (part == Part::near || part == Part::near_busy || part == Part::near_mixed || part == Part::message) near_s_ += seen_s - expected_s;
         const int count = ++counts_[static_cast<int>(part)];
-        if (part == Part::message) {
-            costs_.message_s *= std::pow(ratio, std::max(kStep, 1.0 / count));
-            return;
-        }
         const double x = std::pow(std::min(10.0, std::max(0.1, ratio)), std::max(kStep, 1.0 / (1 + count)));
         if (part == Part::copy) costs_.copy_s *= x;
-        if (part == Part::near || part == Part::near_mixed) costs_.near_s *= x;
+        if (part == Part::message) costs_.message_s *= x;
+        if (part == Part::near) costs_.near_s *= x;
         if (part == Part::near_busy || part == Part::near_mixed) costs_.near_busy_s *= x;
         if (part == Part::near) costs_.near_busy_s = std::max(costs_.near_busy_s, costs_.near_s);
-        if (part == Part::near_busy) costs_.near_s = std::min(costs_.near_s, costs_.near_busy_s);
+        if (part == Part::near_busy || part == Part::near_mixed) costs_.near_s = std::min(costs_.near_s, costs_.near_busy_s);
         if (part == Part::owner) owner_ *= x;
         if (part == Part::gpu) costs_.gpu_s *= x, costs_.gpu_row_s *= x;
         if (part == Part::dense) costs_.dense_s *= x;

@@ -270,6 +270,13 @@ class AutoPlacer(PeerPlacer):
             self.planner.popularity(np.rint(uses.counts).astype(np.int64), round(uses.forwards))
         return True
 
+    def begin_serving(self) -> None:
+        """Measure once more: all processes have run by now. What the first forwards taught was of cold ones."""
+        self._began, only = None, self.faster.only
+        self.faster = Faster()
+        self.faster.only = only
+        self.preload()
+
     def resized(self) -> None:
         self._began = None  # a move is no part of a forward's time
         if self.planner is not None:
