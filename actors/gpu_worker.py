@@ -190,15 +190,7 @@ class GpuWorker:
         if recorded:
             self._engine.notes += _record(self._model, self._batcher, settings.kv)
         self._engine.notes += self._draft() + self._dense.settle()
-        if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
-            with self._engine.alone:
-                self._engine.begin_serving()
-        self._engine.follow_maps()
-        self.reset_stats()
-        if settings.keep_hot_set:
-            self._learned = LearnedUses(self._engine, manifest, Path(self._view.path) if self._view.layers else None)
-            self._learned.begin()
-            self._engine.notes += self._learned.notes
+        self._begin_serving(settings)
         plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned, self._head)
         plan["stores"] = self._sources.describe()
         self._begin("serving")
@@ -206,6 +198,19 @@ class GpuWorker:
         self._batcher.streams.out_of_memory = _end_process
         self._plan, self._refusal = plan, None  # from now on it serves
         return plan
+
+    def _begin_serving(self, settings: EngineSettings) -> None:
+        """Forget what the start's own requests left, and begin with what earlier runs learned."""
+        if settings.policy.preload == "none" and settings.policy.placement.kind != "static":
+            with self._engine.alone:
+                self._engine.begin_serving()
+        self._engine.follow_maps()
+        self.reset_stats()
+        if settings.keep_hot_set:
+            folder = Path(self._view.path) if self._view.layers else None
+            self._learned = LearnedUses(self._engine, self._view.manifest, folder)
+            self._learned.begin()
+            self._engine.notes += self._learned.notes
 
     def _draft(self) -> list[str]:
         """Verify drafts from now on, where the settings ask for it; notes for the plan.

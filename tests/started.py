@@ -14,9 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 START_S, WAIT_S = 400.0, 120.0
 ON_CPU = ("--threads", "1", "--device", "cpu")
+
+
+def wait_until_said(process: subprocess.Popen[str], words: str) -> None:
+    """Return when it has printed these words."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:  # ends with the process
+        lines.append(line)
+        if words in line:
+            return
+    pytest.fail("".join(lines))
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import yaml
 from ray_nodes import head, joining_environment
+from started import wait_until_said
 
 from tiermoe.cluster.config import default_model_dir
 
@@ -50,17 +51,6 @@ def _begun(*arguments: object, folder: Path) -> subprocess.Popen[str]:
         [_TIERMOE, *map(str, arguments)], env=joining_environment() | {"XDG_RUNTIME_DIR": str(folder)}, cwd=folder,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-
-
-def _said(process: subprocess.Popen[str], words: str) -> None:
-    """Return when it has printed these words."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:  # ends with the process
-        lines.append(line)
-        if words in line:
-            return
-    pytest.fail("".join(lines))
 
 
 def _actors(address: str) -> list[psutil.Process]:
@@ -106,17 +96,21 @@ def _check(record: dict[str, Any], address: str) -> None:
     assert any("restarts: 1" in what for what in lost), lost
 
 
-def test_a_deployment_is_placed_measured_and_ended(address: str, config: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    process = _begun("bench", "serve", "--config", config, *_LOAD, "--out", out, folder=tmp_path)
+def _measured_while_a_worker_dies(address: str, out: Path, *target: object) -> None:
+    process = _begun("bench", "serve", *target, *_LOAD, "--out", out, folder=out.parent)
     try:
-        _said(process, "repetitions: 1/3")
+        wait_until_said(process, "repetitions: 1/3")
         _worker(address).kill()
         rest, _ = process.communicate(timeout=_WAIT_S)
         assert process.returncode == 0, rest
     finally:
         process.kill()
     _check(json.loads(out.read_text()), address)
+
+
+def test_a_deployment_is_placed_measured_and_ended(address: str, config: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    _measured_while_a_worker_dies(address, out, "--config", config)
     _gone(address)
 
 
@@ -126,7 +120,7 @@ def test_a_run_that_is_ended_leaves_nothing(
 ) -> None:
     process = _begun("bench", "serve", "--config", config, *_LOAD, folder=tmp_path)
     try:
-        _said(process, "repetitions: 1/3")
+        wait_until_said(process, "repetitions: 1/3")
         before = _actors(address)
         assert len(before) == 5
         os.kill(process.pid, number)
@@ -142,16 +136,8 @@ def test_a_running_deployment_is_measured_and_stays(address: str, config: Path, 
     out = tmp_path / "out.json"
     up = _begun("up", "--config", config, folder=tmp_path)
     try:
-        _said(up, "is ready at")
-        process = _begun("bench", "serve", "--attach", address, *_LOAD, "--out", out, folder=tmp_path)
-        try:
-            _said(process, "repetitions: 1/3")
-            _worker(address).kill()
-            rest, _ = process.communicate(timeout=_WAIT_S)
-            assert process.returncode == 0, rest
-        finally:
-            process.kill()
-        _check(json.loads(out.read_text()), address)
+        wait_until_said(up, "is ready at")
+        _measured_while_a_worker_dies(address, out, "--attach", address)
         end_s = time.monotonic() + _GONE_S
         while len(_actors(address)) != 4:  # without the server that was put before it
             assert time.monotonic() < end_s, _actors(address)

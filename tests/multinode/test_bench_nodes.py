@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 import yaml
+from started import wait_until_said
 
 from tiermoe.benchmarks.machines import BIN, Loopback, Node, RayNodes, Switch, environment, why_not_isolated
 from tiermoe.cluster.config import default_model_dir
@@ -56,17 +57,6 @@ def _begun(nodes: RayNodes, at: Node, folder: Path, *arguments: str) -> subproce
     )  # fmt: skip
 
 
-def _said(process: subprocess.Popen[str], words: str) -> None:
-    """Return when it has printed these words."""
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:  # ends with the process
-        lines.append(line)
-        if words in line:
-            return
-    pytest.fail("".join(lines))
-
-
 def _actors(node: Node) -> list[psutil.Process]:
     titles = ("GpuWorker", "NdpWorker", "StoreWorker", "EndpointDirectory", "Edge")
     found = [process for process in node.machine.processes() if process.is_running()]
@@ -78,9 +68,9 @@ def test_a_worker_and_a_node_are_lost_and_the_run_goes_on(nodes: RayNodes, tmp_p
     out = tmp_path / "out"
     process = _begun(nodes, head, tmp_path, "--out", str(out))
     try:
-        _said(process, "repetitions: 1/4")
+        wait_until_said(process, "repetitions: 1/4")
         second.actor("NdpWorker").kill()
-        _said(process, "repetitions: 2/4")
+        wait_until_said(process, "repetitions: 2/4")
         nodes.kill_raylet(second)
         rest, _ = process.communicate(timeout=_WAIT_S)
         assert process.returncode == 0, rest
@@ -107,7 +97,7 @@ def test_the_node_of_the_command_is_lost_and_nothing_stays(nodes: RayNodes, tmp_
     head, second = nodes.nodes
     process = _begun(nodes, second, tmp_path)
     try:
-        _said(process, "repetitions: 1/4")
+        wait_until_said(process, "repetitions: 1/4")
         before = _actors(head)
         assert len(before) >= 2  # lead and store
         nodes.kill_raylet(second)
