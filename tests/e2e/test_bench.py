@@ -235,8 +235,8 @@ def test_the_channel_s_benchmark_prints_one_json_object() -> None:
     done = bench("channel", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["name"], report["executor"], len(report["bars"])) == ("channel", "real", 3)
-    ways = {f"{way} {size}" for way in ("shm", "grpc", "bare grpc", "ray") for size in ("8 KiB", "1 MiB")}
+    assert (report["name"], report["executor"], len(report["bars"])) == ("channel", "real", 4)
+    ways = {f"{way} {size}" for way in ("shm", "bare ring", "grpc", "bare grpc", "ray") for size in ("8 KiB", "1 MiB")}
     assert {row["case"] for row in report["rows"]} == ways
     assert {row["measure"] for row in report["rows"]} == {"p50_us", "p99_us"}
     assert all(row["median"] > 0 for row in report["rows"])
