@@ -306,10 +306,22 @@ class Resident(Options):
     layers: int = Field(4, ge=1, description="Layers of a random model by name (qwen3-30b-a3b, in Q4_0).")
 
 
+class GpuEstimates(Options):
+    """What a token takes on GPUs that were not measured, computed from bytes, launches and the host's time."""
+
+    measure = "gpu.estimates.estimates"
+
+    def write_page(self, page: Path, report: Report) -> None:
+        from .gpu.estimates import write_page
+
+        write_page(page, report)
+
+
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale, "streams": Streams,
     "deployment": Deployment, "drafts": Drafts, "draft-table": DraftTable, "disk": Disk, "core": Core,
     "validation": Validation, "auto": Auto, "channel": Channel, "kernel": Kernel, "resident": Resident,
+    "gpu-estimates": GpuEstimates,
 }  # fmt: skip
 
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from tiermoe.actors.engine.cache.form_slots import FormPool
-from tiermoe.benchmarks.gpu import build, checks, decode, forms, page, run_parts, through_ray
+from tiermoe.benchmarks.cases import GpuEstimates
+from tiermoe.benchmarks.gpu import build, checks, decode, estimates, forms, page, run_parts, through_ray
+from tiermoe.benchmarks.gpu.estimates import Token
 from tiermoe.benchmarks.gpu.models import REAL
 from tiermoe.benchmarks.gpu.run_parts import Context, Part, Record
 from tiermoe.benchmarks.gpu.timeline import LayerTimes, Timeline
@@ -313,3 +315,32 @@ def test_without_ray_the_part_says_what_is_missing(monkeypatch: pytest.MonkeyPat
     record = Record("ray", None)
     through_ray.run(Context(torch.device("cpu"), "toy", time.monotonic() + 60, _ROOT), record)
     assert (record.notes, record.checks) == (["`tiermoe run` did not run: no-such not installed"], [])
+
+
+# -- estimates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "resident", "measured_ms"),
+    [
+        ("Qwen1.5-MoE-A2.7B, bfloat16", 24, 1.0, 6.42), ("Qwen1.5-MoE-A2.7B, bfloat16", 24, 0.5, 7.03),
+        ("Qwen3-30B-A3B, bfloat16", 16, 1.0, 4.13), ("Qwen3-30B-A3B, bfloat16", 16, 0.5, 4.81),
+    ],
+)  # fmt: skip
+def test_estimates_are_near_what_was_measured(model: str, layers: int, resident: float, measured_ms: float) -> None:
+    token = Token.of(estimates.models()[model], estimates.machines()["H200, PCIe 5"])
+    found = token.ms(estimates.inputs()["host_us"]["measured"], resident, layers)
+    assert found == pytest.approx(measured_ms, rel=0.2)
+    assert token.ms(0.0, 1.0) > token.floor_ms
+
+
+def test_the_pages_of_estimates_are_what_the_command_writes(tmp_path: Path) -> None:
+    pages = ("docs/gpu.md", "docs/results/gpu-estimates.md")
+    (tmp_path / "docs/results").mkdir(parents=True)
+    for page_ in pages:
+        (tmp_path / page_).write_text((_ROOT / page_).read_text(encoding="utf-8"), encoding="utf-8")
+    report = estimates.estimates(GpuEstimates(), None)
+    estimates.write_page(tmp_path / pages[1], report)
+    for page_ in pages:
+        assert (tmp_path / page_).read_text(encoding="utf-8") == (_ROOT / page_).read_text(encoding="utf-8"), page_
+    assert report.executor == "estimated"
