@@ -240,7 +240,7 @@ class RunConfig(EngineOptions):
     def ndp_workers(self, policy: PolicySettings) -> int:
         """NDP workers on one machine.
 
-        On a GPU none that nobody asked for: they round otherwise than slots do, and the clock decides what they compute.
+        On a GPU none that nobody asked for: they round otherwise than slots, and the clock decides what they compute.
         """
         if not policy.uses_ndp or (
             self.may_drop_workers(policy) and (self._on_a_gpu_here or not self._has_core_to_spare)

@@ -310,8 +310,8 @@ def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:
 
 
 def _has_ndp(config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
-    """Whether there are NDP workers. A policy that can do without has none on GPUs, where no node is marked for them, or
-    where the modelled devices do not hold the experts.
+    """Whether there are NDP workers. A policy that can do without has none on GPUs, where no node is marked for them,
+    or where the modelled devices do not hold the experts.
     """
     workers = config.ndp_workers(settings.policy)
     if not config.may_drop_workers(settings.policy):
