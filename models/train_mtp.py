@@ -31,7 +31,8 @@ from train import KINDS, MIXTURE, MODEL_DIR, Optimizer, Tokens, collect, is_held
 
 CHAIN = 2  # drafts in a row that the loss looks at
 CHAIN_WEIGHT = 0.5  # of each further one, over that of the one before
-SCORED = 1024  # tokens of a step, drawn at random, whose scores the loss looks at
+SCORED = 256  # tokens of a step, drawn at random, whose scores the loss looks at: they take most of the time
+STATE_WEIGHT = 3.0  # of the states' squared error, in their variance, over that of the cross entropy
 PROMPT = 64  # tokens of the rows that the model continues
 TEMPERATURES = (0.6, 1.0)  # of these, in turn
 TOGETHER = 64  # rows that the model reads or continues at once
@@ -94,7 +95,8 @@ def losses(model: Any, head: Any, rows: Tensor, states: Tensor) -> tuple[Tensor,
         with torch.no_grad():
             teacher = model.lm_head(states[:, place:].flatten(0, 1)[chosen]).float()
         found = head.shared_head(given.flatten(0, 1)[chosen]).float()
-        total = total + CHAIN_WEIGHT ** (place - 1) * F.cross_entropy(found, teacher.softmax(-1))
+        off = F.mse_loss(given, states[:, place:]) / states.var()
+        total = total + CHAIN_WEIGHT ** (place - 1) * (F.cross_entropy(found, teacher.softmax(-1)) + STATE_WEIGHT * off)
         hits.append(float((found.argmax(-1) == teacher.argmax(-1)).float().mean()))
     return total, hits
 
