@@ -257,7 +257,11 @@ def whole_class(config: PretrainedConfig) -> Any:
 
 
 def tiny_model(model_type: str) -> Any:
-    """A random float32 model, whole; the same each time. model_type: of `ALL_TYPES`."""
+    """A random float32 model, whole; the same each time. model_type: of `ALL_TYPES`.
+
+    The embedding of its padding token is none of zeros: random models generate that token, and for zeros an index that
+    chooses keys has a score of exactly 0 for each, of which it then takes any.
+    """
     torch.manual_seed(0)
     if model_type in _COMPOSITES:
         config = composite_config(model_type)
@@ -265,6 +269,10 @@ def tiny_model(model_type: str) -> Any:
     else:
         model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
     _unsettle(model)
+    embedding = model.get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) is not None:
+        with torch.no_grad():
+            embedding.weight[embedding.padding_idx].normal_(std=float(embedding.weight.std()))
     return model.eval()
 
 
