@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -84,13 +85,18 @@ def floats(values: NDArray[Any], code: str) -> NDArray[Any]:
 def expert_form(name: str, hidden: int, neurons: int) -> ExpertForm:
     """Gate, up and down in one form of `FORMS`."""
     of = form(name, neurons, hidden)
-    return ExpertForm(down=form(name, hidden, neurons), gate=of, up=of)
+    return ExpertForm(down=_down(name, hidden, neurons), gate=of, up=of)
 
 
 def fused_form(name: str, hidden: int, neurons: int, *, interleaved: bool, bias: str = "") -> ExpertForm:
     """Gate and up in one matrix."""
     gate_up = form(name, 2 * neurons, hidden)
-    return ExpertForm(down=form(name, hidden, neurons), gate_up=gate_up, interleaved=interleaved, bias=bias)
+    return ExpertForm(down=_down(name, hidden, neurons), gate_up=gate_up, interleaved=interleaved, bias=bias)
+
+
+def _down(name: str, hidden: int, neurons: int) -> MatrixForm:
+    """Its inputs are in the order of the neurons."""
+    return replace(form(name, hidden, neurons), order=False)
 
 
 def random_expert(form: ExpertForm, rng: np.random.Generator) -> Parts:
