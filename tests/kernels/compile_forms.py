@@ -15,6 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tiermoe.kernels.expert_ffn import RowClass
-from tiermoe.kernels.forms import ExpertForm, MatrixForm, layout_bytes
-from tiermoe.kernels.triton.forms import TritonFormKernel
+from tiermoe.kernels.forms import BLOCKS, ExpertForm, MatrixForm, layout_bytes
+from tiermoe.kernels.pack import BITS, PackedShape
+from tiermoe.kernels.packed_slots import packed_shapes
+from tiermoe.kernels.triton.forms import DecodingKernel, TritonFormKernel, TritonPackedKernel
 from tiermoe.kernels.triton.launch import Launch
 
 _TYPES = {
@@ -40,7 +43,7 @@ _QWEN3_30B, _GPT_OSS, _DEEPSEEK_V3 = (2048, 768), (2880, 2880), (7168, 2048)
 def _plain(kind: str, sizes: tuple[int, int], **options: Any) -> ExpertForm:
     hidden, neurons = sizes
     of = MatrixForm(kind, neurons, hidden, **options)
-    return ExpertForm(down=MatrixForm(kind, hidden, neurons, **options), gate=of, up=of)
+    return ExpertForm(down=replace(of, outputs=hidden, inputs=neurons, order=False), gate=of, up=of)
 
 
 def _gpt_oss(kind: str) -> ExpertForm:
@@ -63,13 +66,17 @@ CASES: dict[str, tuple[ExpertForm, str]] = {
     "int4 zeros": (_plain("int", _QWEN3_30B, bits=4, group=128, zeros=True), "silu"),
     "int4 order": (_plain("int", _QWEN3_30B, bits=4, group=128, zeros=True, order=True), "silu"),
     "int8": (_plain("int", _QWEN3_30B, bits=8, group=128), "silu"),
-    **{kind: (_plain(kind, _QWEN3_30B), "silu") for kind in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")},
-    "mxfp4_gguf": (_plain("mxfp4_gguf", (2048, 768)), "silu"),
+    **{kind: (_plain(kind, _QWEN3_30B), "silu") for kind in BLOCKS},
 }
+# replicas by bits
+PACKED = {f"replica, {bits} bit{'s' if bits > 1 else ''}": PackedShape(*_QWEN3_30B, bits, 64) for bits in BITS}
 
 
 @cache
-def kernel_of(case: str) -> TritonFormKernel:
+def kernel_of(case: str) -> DecodingKernel:
+    if case in PACKED:
+        packed = [torch.empty((1, *shape), dtype=dtype) for dtype, shape in packed_shapes(PACKED[case])]
+        return TritonPackedKernel(packed, PACKED[case], "silu", torch.bfloat16)
     form, activation = CASES[case]
     slots = [torch.empty((1, layout_bytes({name: what})), dtype=torch.uint8) for name, what in form.parts().items()]
     return TritonFormKernel(slots, form, activation, torch.nn.functional.silu, torch.bfloat16)
@@ -155,7 +162,7 @@ def page(file: Path, lines: Iterable[str]) -> None:
 if __name__ == "__main__" and sys.argv[1] == "page":
     page(Path(sys.argv[2]), sys.stdin)
 elif __name__ == "__main__":
-    for case in sys.argv[2:] or CASES:
+    for case in sys.argv[2:] or [*CASES, *PACKED]:
         for row_class in ("decode", "prefill"):
             for facts in facts_of(case, row_class, int(sys.argv[1])):  # type: ignore[arg-type]
                 print(json.dumps(facts), flush=True)

@@ -19,21 +19,21 @@ from kernel_cases import Forbidden, gate_for, gpt_oss_gate, slots_of
 from tiermoe.errors import FormError
 from tiermoe.kernels.expert_ffn import DECODE_ROWS
 from tiermoe.kernels.form_slots import TorchFormKernel
-from tiermoe.kernels.forms import ExpertForm
+from tiermoe.kernels.forms import BLOCKS, ExpertForm
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from tiermoe.kernels.triton import expert_ffn, forms
-from tiermoe.kernels.triton.forms import Form, TritonFormKernel
+from tiermoe.kernels.triton import expert_ffn
+from tiermoe.kernels.triton.form_weights import Matrix, matrix_of, weights
+from tiermoe.kernels.triton.forms import TritonFormKernel, decoding_of
 from tiermoe.kernels.triton.launch import Launch
 
 RNG = np.random.default_rng(0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 gate = gate_for("silu")
-KNOWN = [name for name in FORMS if TritonFormKernel.supports(expert_form(name, 256, 256), "silu")]
-K_QUANTS = ("q4_k", "q5_k", "q6_k")
+LARGE = [kind for kind, (weights, *_) in BLOCKS.items() if weights == 256]
 
 
 @triton.jit
@@ -49,23 +49,25 @@ def _decode(
         output = first + tl.arange(0, N)
         for start in range(0, FORM.inputs, K):
             column = start + tl.arange(0, K)
-            values = forms._weights(weight, scale, zero, whole, output, start, FORM, N, K).to(tl.float32)
+            values = weights(weight, scale, zero, whole, first, start, FORM, N, K).to(tl.float32)
             there = (output < OUTPUTS)[:, None] & (column < FORM.inputs)[None, :]
             tl.store(out + output[:, None] * FORM.inputs + column[None, :], values, mask=there)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+def decoded(matrix: Matrix, outputs: int, inputs: int, k: int) -> torch.Tensor:
+    found = torch.empty((outputs, inputs), device=DEVICE)
+    _decode[(1,)](*matrix.tensors[:4], found, FORM=matrix.form, OUTPUTS=outputs, N=16, K=k)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_every_weight_has_the_bits_of_the_reference(name: str) -> None:
-    outputs, inputs = 40, 512 if name in K_QUANTS else 288
+    outputs, inputs = 40, 512 if name in LARGE else 288
     own = form(name, outputs, inputs)
     of = ExpertForm(down=form("float32", inputs, outputs), gate=own, up=own)
     slots, experts = slots_of(of, 2)
     parts = dict(zip(of.parts(), (slot.to(DEVICE) for slot in slots), strict=True))
-    matrix = forms._matrix(of, parts, "gate")
-    assert isinstance(matrix.form, Form)
-    found = torch.empty((outputs, inputs), device=DEVICE)
-    k = forms.inputs_of_tile(own)
-    _decode[(1,)](*matrix.tensors[:4], found, FORM=matrix.form, OUTPUTS=outputs, N=16, K=k)
+    found = decoded(matrix_of(of, parts, "gate"), outputs, inputs, decoding_of(own).K)
     wanted = of.dequantize(experts[1]).gate
     if own.order:
         wanted = wanted[:, experts[1]["gate.order"]]  # the kernels gather the rows
@@ -112,16 +114,16 @@ def assert_as_torch(of: ExpertForm, slots: list[torch.Tensor], used: int, rows: 
     assert float((ys[1] - ys[0]).abs().max()) <= 2e-6 * float(ys[0][:rows].abs().max())
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", FORMS)
 def test_experts_are_those_of_the_reference(name: str, poison: None) -> None:
     """Of a slot between others, with sizes that end within a tile."""
-    of = expert_form(name, *((256, 256) if name in K_QUANTS else (160, 96)))
+    of = expert_form(name, *((256, 256) if name in LARGE else (160, 96)))
     assert_as_torch(of, poisoned(slots_of(of, 3)[0], 1), 1, 2, "silu")
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "q8_0", "q6_k", "int, 4 bits, order"])
 def test_prompts(name: str, poison: None) -> None:
-    of = expert_form(name, *((256, 256) if name in K_QUANTS else (96, 64)))
+    of = expert_form(name, *((256, 256) if name in LARGE else (96, 64)))
     assert_as_torch(of, poisoned(slots_of(of, 2)[0], 0), 0, DECODE_ROWS + 51, "silu")
 
 
@@ -156,7 +158,7 @@ def test_rows_of_half_precision(dtype: torch.dtype) -> None:
     assert torch.equal(ys[2][2], ys[1][2])
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", FORMS)
 def test_a_decode_layer_takes_three_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any number of experts; a layer's reading and its table are two more, so five of at most six."""
     of = expert_form(name, 256, 256)
@@ -178,16 +180,10 @@ def test_a_decode_layer_takes_three_launches(name: str, monkeypatch: pytest.Monk
         assert found == ["_form_gate_up", "_form_down", "_combine"]
 
 
-def test_forms_without_a_kernel_are_those_named_here() -> None:
-    """They run by torch, as the plan says."""
-    refused = {name for name in FORMS if name not in KNOWN}
-    assert refused <= {"q4_1", "q5_0", "q5_1", "q2_k", "q3_k"} | {name for name in FORMS if name[:2] in ("iq", "tq")}
-
-
 def test_what_is_refused() -> None:
     of = expert_form("mxfp4", 64, 96)
     slots, _ = slots_of(of, 2)
-    with pytest.raises(FormError, match="no Triton kernel"):
+    with pytest.raises(ValueError, match="no activation swish"):
         TritonFormKernel(slots, of, "swish", gate, torch.float32)
     with pytest.raises(FormError, match="6 parts, not 5"):
         TritonFormKernel(slots[:-1], of, "silu", gate, torch.float32)

@@ -196,9 +196,6 @@ def test_published_forms_run_by_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert kernels.plan.notes == ("Triton has no kernel for the gate of these experts, which run one after another",)
     with pytest.raises(ConfigError, match="no kernel for the gate"):
         FormKernels(pool, "triton", own)
-    monkeypatch.setattr(TritonFormKernel, "supports", staticmethod(lambda form, _: form.down.kind == "mxfp4"))
-    with pytest.raises(ConfigError, match="no kernel for experts in the form"):
-        FormKernels(pool, "triton", blocks)
 
 
 def test_a_form_whose_kernel_does_not_compile_runs_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
