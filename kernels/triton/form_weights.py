@@ -10,7 +10,7 @@ are loaded once a group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from ...errors import FormError
 from ..form_slots import typed
-from ..forms import BLOCKS, FLOATS, ExpertForm
+from ..forms import BLOCKS, FLOATS, ExpertForm, MatrixForm
 from ..pack import INPUTS, NEURONS, OUTPUTS, PackedShape, tiles
 from .bits import above, bytes_of, e2m1, e4m3, in_turn, power
 from .gguf_weights import GRIDS, HEADS, grid_words, large_block, small_blocks
@@ -98,29 +98,35 @@ class Matrix(NamedTuple):
     form: Form | Packed
 
 
-def matrix_of(expert: ExpertForm, parts: dict[str, torch.Tensor], name: str, first: int = 0, step: int = 1) -> Matrix:
-    """A matrix of an expert in its published form. parts: uint8 [S, bytes] by name. first, step: as of `Form`.
+def matrix_of(
+    matrix: MatrixForm, parts: Mapping[str, torch.Tensor], bias: str = "", first: int = 0, step: int = 1
+) -> Matrix:
+    """A matrix in its published form.
+
+    Args:
+        parts: uint8 [S, bytes] of each part, and of `bias`.
+        bias: type of the biases; "": there are none.
+        first, step: as of `Form`.
 
     Raises:
         FormError: weights are not aligned to the words of their blocks.
     """
-    matrix = expert.matrices[name]
-    bytes_of_slots = parts[f"{name}.weight"]
-    row_bytes = bytes_of_slots.shape[1] // matrix.outputs
+    octets = parts["weight"]
+    row_bytes = octets.shape[1] // matrix.outputs
     size, nbytes, _ = BLOCKS.get(matrix.kind, (0, 4, ()))
     if matrix.kind in FLOATS:
-        codes, word, weight, row = "float", 1, typed(bytes_of_slots, FLOATS[matrix.kind]), matrix.inputs
+        codes, word, weight, row = "float", 1, typed(octets, FLOATS[matrix.kind]), matrix.inputs
     else:
         codes = f"int{matrix.bits}" if matrix.kind == "int" else _CODES.get(matrix.kind, matrix.kind)
-        word = math.gcd(4, row_bytes, nbytes, bytes_of_slots.stride(0), bytes_of_slots.data_ptr())
+        word = math.gcd(4, row_bytes, nbytes, octets.stride(0), octets.data_ptr())
         if size and word != math.gcd(4, nbytes):
             raise FormError(f"weights of {matrix.kind} do not begin at a multiple of {math.gcd(4, nbytes)} bytes",
                             "align the slots")  # fmt: skip
-        weight, row = bytes_of_slots.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]), row_bytes // word
-    tensors, strides, layout = [weight], [weight.stride(0)], expert.parts()
+        weight, row = octets.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[word]), row_bytes // word
+    types = {name: code for name, (code, _) in matrix.parts().items()} | ({"bias": bias} if bias else {})
+    tensors, strides = [weight], [weight.stride(0)]
     for part in ("scale", "zero", "global_scale", "bias", "order"):
-        whole = f"{name}.{part}"
-        tensors.append(typed(parts[whole], layout[whole][0]) if whole in layout else weight)
+        tensors.append(typed(parts[part], types[part]) if part in types else weight)
         strides.append(tensors[-1].stride(0))
     if matrix.kind in GRIDS:
         tensors[1], strides[1] = grid_words(matrix.kind, weight.device), 0
@@ -128,9 +134,17 @@ def matrix_of(expert: ExpertForm, parts: dict[str, torch.Tensor], name: str, fir
         codes, _SCALES.get(matrix.scale, "number"), matrix.outputs, matrix.inputs, matrix.group or matrix.inputs,
         {"fp8_block": matrix.block, "fp8_tensor": matrix.outputs}.get(matrix.kind, 1),
         matrix.parts().get("scale", ("", (1, 1)))[1][-1], word, row, HEADS.get(matrix.kind, 0),
-        nbytes // word if size == 256 else 0, matrix.zeros, matrix.order, matrix.divides, bool(expert.bias), first,
-        step, tuple(strides),
+        nbytes // word if size == 256 else 0, matrix.zeros, matrix.order, matrix.divides, bool(bias), first, step,
+        tuple(strides),
     ))  # fmt: skip
+
+
+def expert_matrix(
+    expert: ExpertForm, parts: Mapping[str, torch.Tensor], name: str, first: int = 0, step: int = 1
+) -> Matrix:
+    """A matrix of an expert. parts: uint8 [S, bytes] by the names of `ExpertForm.parts`. Else as `matrix_of`."""
+    own = {part.removeprefix(f"{name}."): slots for part, slots in parts.items() if part.startswith(f"{name}.")}
+    return matrix_of(expert.matrices[name], own, expert.bias, first, step)
 
 
 def packed_of(shape: PackedShape, slots: Sequence[torch.Tensor], name: str) -> Matrix:
@@ -238,14 +252,14 @@ def weights(
     if FORM.codes == "packed":
         return _packed(weight, scale, n, start, FORM, N, K)
     else:
-        return _published(weight, scale, zero, whole, n + tl.arange(0, N), start, FORM, N, K)
+        return published(weight, scale, zero, whole, n + tl.arange(0, N), start, FORM, N, K)
 
 
 @triton.jit
-def _published(
+def published(
     weight, scale, zero, whole, output, start, FORM: tl.constexpr, N: tl.constexpr, K: tl.constexpr
 ):  # fmt: skip
-    """As `weights`, of a `Form`."""
+    """As `weights`, of a `Form`, for outputs [N]."""
     row = tl.minimum(output * FORM.step + FORM.first, FORM.outputs - 1)
     at = row.to(tl.int64) * FORM.row
     if FORM.large > 0:

@@ -32,12 +32,12 @@ from ..pack import PackedShape
 from ..packed_slots import PackedGroup, check_call
 from ..packed_slots import check_slots as check_packed
 from .expert_ffn import _COLUMNS, PAD, LaunchedKernel, gated
-from .form_weights import Matrix, matrix_of, packed_of, weights
+from .form_weights import Matrix, expert_matrix, packed_of, weights
 from .launch import Launch
 
 
 @triton.jit
-def _rows(x, order, used, start, FORM: tl.constexpr, K: tl.constexpr):
+def rows_of(x, order, used, start, FORM: tl.constexpr, K: tl.constexpr):
     """[M, K] inputs of rows, whose pointers are x [M], in the order of a matrix's columns."""
     column = start + tl.arange(0, K)
     there = column < FORM.inputs
@@ -49,7 +49,7 @@ def _rows(x, order, used, start, FORM: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _times(rows, matrix, total, WIDEN: tl.constexpr):
+def times(rows, matrix, total, WIDEN: tl.constexpr):
     matrix = matrix.to(rows.dtype)
     if WIDEN:  # the interpreter does not multiply bfloat16
         rows, matrix = rows.to(tl.float32), matrix.to(tl.float32)
@@ -96,11 +96,11 @@ def _form_gate_up(
     gates = tl.zeros((M, N), dtype=tl.float32)
     ups = tl.zeros((M, N), dtype=tl.float32)
     for start in range(0, tl.where(n < NEURONS, GATE.inputs, 0), K):
-        rows = _rows(x, gate_order, used, start, GATE, K)
-        gates = _times(rows, weights(gate, gate_scale, gate_zero, gate_whole, n, start, GATE, N, K), gates, WIDEN)
+        rows = rows_of(x, gate_order, used, start, GATE, K)
+        gates = times(rows, weights(gate, gate_scale, gate_zero, gate_whole, n, start, GATE, N, K), gates, WIDEN)
         if UP.order:
-            rows = _rows(x, up_order, used, start, UP, K)
-        ups = _times(rows, weights(up, up_scale, up_zero, up_whole, n, start, UP, N, K), ups, WIDEN)
+            rows = rows_of(x, up_order, used, start, UP, K)
+        ups = times(rows, weights(up, up_scale, up_zero, up_whole, n, start, UP, N, K), ups, WIDEN)
     gates, ups = _biased(gates, gate_bias, j, GATE), _biased(ups, up_bias, j, UP)
     values = gated(gates, ups, ACTIVATION)
     values = tl.where((j < NEURONS)[None, :], values, 0.0)
@@ -128,8 +128,8 @@ def _form_down(
     bias += slot * DOWN.strides[4]
     total = tl.zeros((M, N), dtype=tl.float32)
     for start in range(0, DOWN.inputs, K):
-        rows = _rows(x, x, used, start, DOWN, K)
-        total = _times(rows, weights(down, scale, zero, whole, n, start, DOWN, N, K), total, WIDEN)
+        rows = rows_of(x, x, used, start, DOWN, K)
+        total = times(rows, weights(down, scale, zero, whole, n, start, DOWN, N, K), total, WIDEN)
     total = _biased(total, bias, h, DOWN)
     at = y + pair.to(tl.int64)[:, None] * H + h[None, :]
     tl.store(at, total.to(y.dtype.element_ty), mask=used[:, None] & (h < H)[None, :])
@@ -169,7 +169,7 @@ def decoding_of(*matrices: MatrixForm) -> Decoding:
     return LARGE if any(BLOCKS.get(matrix.kind, (0,))[0] == 256 for matrix in matrices) else SMALL
 
 
-def _launch_of(kernel: Any, blocks: FormBlocks, **fixed: Any) -> Launch:
+def launch_of(kernel: Any, blocks: FormBlocks, **fixed: Any) -> Launch:
     """No sums are fused into products: weights have the reference's bits."""
     given = {**fixed, "M": blocks.M}
     constants = {name: given[name] for name in kernel.arg_names if name in given}
@@ -210,8 +210,8 @@ class DecodingKernel(LaunchedKernel):
         classes = []
         for name in _ROWS:
             above, below = (getattr(of, name) for of in blocks)
-            first = _launch_of(_form_gate_up, above, N=above.gate_up, K=blocks[0].K, **fixed)
-            second = _launch_of(_form_down, below, N=below.down, K=blocks[1].K, **fixed)
+            first = launch_of(_form_gate_up, above, N=above.gate_up, K=blocks[0].K, **fixed)
+            second = launch_of(_form_down, below, N=below.down, K=blocks[1].K, **fixed)
             self.products[name] = first, second
             classes.append((MOST_ROWS[name], above.M, first, above.gate_up, second, below.down))
         super().__init__(
@@ -240,14 +240,14 @@ class TritonFormKernel(DecodingKernel):
         check_slots(slots, form)
         parts = dict(zip(form.parts(), slots, strict=True))
         if form.gate_up is None:
-            gates, ups = matrix_of(form, parts, "gate"), matrix_of(form, parts, "up")
+            gates, ups = expert_matrix(form, parts, "gate"), expert_matrix(form, parts, "up")
         else:
             step, behind = (2, 1) if form.interleaved else (1, form.intermediate)
-            gates, ups = (matrix_of(form, parts, "gate_up", first, step) for first in (0, behind))
+            gates, ups = (expert_matrix(form, parts, "gate_up", first, step) for first in (0, behind))
         self._form, self._slots = form, len(slots[0])
         blocks = decoding_of(*(m for name, m in form.matrices.items() if name != "down")), decoding_of(form.down)
         reference = TorchFormKernel(slots, form, gate)
-        super().__init__(gates, ups, matrix_of(form, parts, "down"), blocks, activation, reference, dtype, tables)
+        super().__init__(gates, ups, expert_matrix(form, parts, "down"), blocks, activation, reference, dtype, tables)
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
         """See `ExpertKernel.run`; asynchronous.

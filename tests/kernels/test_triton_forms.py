@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from tiermoe.kernels.triton import expert_ffn
-from tiermoe.kernels.triton.form_weights import Matrix, matrix_of, weights
+from tiermoe.kernels.triton.form_weights import Matrix, expert_matrix, weights
 from tiermoe.kernels.triton.forms import TritonFormKernel, decoding_of
 from tiermoe.kernels.triton.launch import Launch
 
@@ -67,7 +67,7 @@ def test_every_weight_has_the_bits_of_the_reference(name: str) -> None:
     of = ExpertForm(down=form("float32", inputs, outputs), gate=own, up=own)
     slots, experts = slots_of(of, 2)
     parts = dict(zip(of.parts(), (slot.to(DEVICE) for slot in slots), strict=True))
-    found = decoded(matrix_of(of, parts, "gate"), outputs, inputs, decoding_of(own).K)
+    found = decoded(expert_matrix(of, parts, "gate"), outputs, inputs, decoding_of(own).K)
     wanted = of.dequantize(experts[1]).gate
     if own.order:
         wanted = wanted[:, experts[1]["gate.order"]]  # the kernels gather the rows
