@@ -335,14 +335,14 @@ class TritonKernel(LaunchedKernel):
         neurons = self._neurons
         dtype, device = operands.gate_up.dtype, operands.gate_up.device
         self._activation, self._biases = form_activation(activation), (operands.gate_up_bias, operands.down_bias)
+        of_up, of_down = self._biases
         self._widen = device.type == "cpu" and dtype == torch.bfloat16
         defaults = {name: some[0] for name, some in shapes_for(dtype).items()}
         self.shapes: dict[RowClass, Shape] = {**defaults, **(shapes or {})}
         super().__init__(
-            *(
-                (weights, weights if bias is None else bias)
-                for weights, bias in zip((operands.gate_up, operands.down), self._biases, strict=True)
-            ), [self._class_of(name, shape) for name, shape in self.shapes.items()],
+            (operands.gate_up, operands.gate_up if of_up is None else of_up),
+            (operands.down, operands.down if of_down is None else of_down),
+            [self._class_of(name, shape) for name, shape in self.shapes.items()],
             (slots * neurons, neurons, self._width, ceil_div(neurons, PAD) * PAD), dtype, device, reference, tables,
         )  # fmt: skip
 

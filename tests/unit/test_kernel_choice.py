@@ -8,8 +8,9 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 from form_cases import expert_form
-from kernel_cases import assert_near, exact, gate_for, groups_of, rows_for
+from kernel_cases import assert_near, exact, gate_for, gpt_oss_gate, groups_of, rows_for
 from torch import nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from tiermoe.actors.engine.cache.form_slots import FormPool
 from tiermoe.actors.engine.cache.slots import SlotPool
@@ -141,6 +142,25 @@ def test_candidates_are_tried_measured_and_joined(setting: str, quick: None, mon
     assert_near(y, exact(operands(pool), "silu", hidden, pairs, groups, 2))
     again = on_gpu(pool_in(torch.float32), setting, monkeypatch)
     assert again.plan is plan  # engines of one process agree
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")
+def test_gpt_oss_in_full_precision_has_a_kernel(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its biases and its activation, by transformers' own class; with other constants the loop runs it."""
+
+    class Experts(nn.Module):
+        _apply_gate, alpha, limit = GptOssExperts._apply_gate, 1.702, 7.0
+
+    on_gpu(pool_in(torch.float32), "auto", monkeypatch)
+    shape = ExpertShape(num_experts=4, hidden=WIDTH, intermediate=NEURONS, gates=2, has_bias=True)
+    pool = SlotPool.allocate(shape, 3, torch.float32, CPU)
+    for limit, kernel in ((7.0, "triton"), (6.0, "loop")):
+        experts = Experts()
+        experts.limit = limit
+        oss = MoeBlock(experts, gpt_oss_gate, None, None, None)
+        plan = Kernels(pool, "auto", [oss]).plan
+        assert {label.split()[0] for label in plan.chosen.values()} == {kernel}
+        assert all("no kernel" in note for note in plan.notes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")

@@ -129,7 +129,7 @@ def fill_slots(pool: SlotPool, count: int) -> int:
         tensor[:count].normal_(0.0, 1.5 / inputs**0.5, generator=generator)
     for bias in (pool.gate_up_bias, pool.down_bias):
         if bias is not None:
-            bias[:count].zero_()
+            bias[:count].normal_(generator=generator)
     return count
 
 

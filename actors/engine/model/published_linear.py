@@ -37,7 +37,8 @@ _handles = itertools.count(1)
 class FormMatrix(Protocol):
     """A matrix in its published form."""
 
-    form: MatrixForm
+    @property
+    def form(self) -> MatrixForm: ...
 
     @property
     def device(self) -> torch.device: ...
