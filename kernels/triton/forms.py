@@ -33,6 +33,7 @@ from ..packed_slots import PackedGroup, check_call
 from ..packed_slots import check_slots as check_packed
 from .expert_ffn import _COLUMNS, PAD, LaunchedKernel, gated
 from .form_weights import Matrix, expert_matrix, packed_of, weights
+from .gguf_weights import GRIDS
 from .launch import Launch
 
 
@@ -160,13 +161,20 @@ class Decoding(NamedTuple):
 
 SMALL = Decoding(128, FormBlocks(16, 16, 32, 4, 3), FormBlocks(64, 16, 64, 4, 2))
 LARGE = Decoding(256, FormBlocks(16, 16, 32, 8, 3), FormBlocks(64, 16, 32, 8, 2))  # of blocks of 256 inputs
-PACKED = Decoding(128, FormBlocks(16, 16, 32, 4, 3), FormBlocks(64, 16, 32, 4, 2))
+# fewer registers: of replicas and of IQ4_NL; of types with a grid, and of ternary ones
+NARROW = Decoding(128, FormBlocks(16, 16, 32, 4, 3), FormBlocks(64, 16, 32, 4, 2))
+GRID = Decoding(256, FormBlocks(16, 16, 32, 8, 3), FormBlocks(32, 16, 32, 8, 2))
 _ROWS: tuple[RowClass, ...] = ("decode", "prefill")
 
 
 def decoding_of(*matrices: MatrixForm) -> Decoding:
     """That all these matrices take."""
-    return LARGE if any(BLOCKS.get(matrix.kind, (0,))[0] == 256 for matrix in matrices) else SMALL
+    kinds = {matrix.kind for matrix in matrices}
+    if kinds & {*GRIDS, "tq1_0", "tq2_0"}:
+        return GRID
+    if any(BLOCKS.get(kind, (0,))[0] == 256 for kind in kinds):
+        return LARGE
+    return NARROW if "iq4_nl" in kinds else SMALL
 
 
 def launch_of(kernel: Any, blocks: FormBlocks, **fixed: Any) -> Launch:
@@ -280,7 +288,7 @@ class TritonPackedKernel(DecodingKernel):
         check_packed(slots, shape)
         self._shape, self._slots = shape, len(slots[0])
         gate, up, down = (packed_of(shape, slots, name) for name in ("gate", "up", "down"))
-        super().__init__(gate, up, down, (PACKED, PACKED), activation, None, dtype, tables)
+        super().__init__(gate, up, down, (NARROW, NARROW), activation, None, dtype, tables)
 
     def run(  # type: ignore[override]  # groups name slots
         self, hidden: torch.Tensor, pairs: torch.Tensor, groups: Sequence[PackedGroup], top_k: int, y: torch.Tensor

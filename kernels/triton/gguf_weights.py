@@ -48,14 +48,17 @@ def _float(weight, at, FIRST: tl.constexpr, WORD: tl.constexpr):
 
 
 @triton.jit
-def _spread(weight, at, FIRST: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, TIMES: tl.constexpr):
-    """[N, COUNT] fields of WIDTH bits from byte FIRST on, each TIMES times, from words of 2 bytes.
+def _spread(
+    weight, at, FIRST: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, TIMES: tl.constexpr,
+    WORD: tl.constexpr = 2,
+):  # fmt: skip
+    """[N, COUNT] fields of WIDTH bits from byte FIRST on, each TIMES times.
 
     Every field loads its word: a load with fewer items than threads would be repeated by each thread for its weights.
     """
     bit = tl.arange(0, COUNT) // TIMES * WIDTH
-    word = tl.load(weight + at[:, None] + FIRST // 2 + (bit // 16)[None, :]).to(tl.int32)
-    return word >> (bit % 16)[None, :] & ((1 << WIDTH) - 1)
+    word = tl.load(weight + at[:, None] + FIRST // WORD + (bit // (8 * WORD))[None, :]).to(tl.int32)
+    return word >> (bit % (8 * WORD))[None, :] & ((1 << WIDTH) - 1)
 
 
 @triton.jit
@@ -276,13 +279,15 @@ def _ternary(weight, at, THIRDS: tl.constexpr):
 
 @triton.jit
 def _iq1(weight, grid, at, M: tl.constexpr):
-    if M:  # the float16 is the upper four bits of four words
-        words = tl.load(weight + at[:, None] + 12 + tl.arange(0, 2)[None, :])
-        words = runs(words, 16, 2, 0xFFFF)
-        whole = half(tl.sum(words >> 12 << (4 * tl.arange(0, 4))[None, :], axis=1))[:, None]
-        high = runs(_part(weight, at, 32, 16, 4), 4, 2, 15)  # [N, 32]
+    if M:  # the float16 is the upper four bits of four words, whose others are scales
+        first, second = tl.load(weight + at + 12), tl.load(weight + at + 13)
+        first, second = first >> 12 & 15 | first >> 24 & 240, second >> 12 & 15 | second >> 24 & 240
+        whole = half(first | second << 8)[:, None]
+        high = _spread(weight, at, 32, 4, 32, 1, 4)
         codes = _part(weight, at, 0, 32, 4) | (high & 7) << 8
-        scales, eighths = runs(words, 3, 4, 7), high >> 3
+        s = tl.arange(0, 16)
+        scales = tl.load(weight + at[:, None] + (12 + s // 8)[None, :]) >> (s // 4 % 2 * 16 + s % 4 * 3)[None, :] & 7
+        eighths = high >> 3
     else:
         whole = _float(weight, at, 0, 2)
         high = _spread(weight, at, 34, 16, 32, 4)
