@@ -685,12 +685,12 @@ class PythonLayer(Layer):
 
 class GpuLayer(Layer):
     """
-    reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
+    low: launches low-bit replicas, or None. reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
 
     fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads` cannot.
     """
 
-    def __init__(self, core: Core, kernels: CapsuleType, launches: CapsuleType, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
+    def __init__(self, core: Core, kernels: CapsuleType, launches: CapsuleType, low: CapsuleType | None, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
 
     def router(self, operands: object | None, outputs: int) -> int:
         """The number of a router (weight, bias, layers, softmax), or of another."""

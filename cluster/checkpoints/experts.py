@@ -19,6 +19,7 @@ from ...actors.store.format import part_bytes
 from ...actors.store.published import LayerMap, runs_of
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import DTYPES, ExpertForm, MatrixForm
+from ...kernels.repack import neurons_in_order
 from ...limits import usable_cores
 from .gguf_header import EXPERT_REMEDY
 from .matrices import Entry, QuantizedEntry, Raw, plain_form
@@ -47,6 +48,11 @@ class Matrices:
             raise UnsupportedModelError(f"the experts beside {name!r} have {len(forms)} forms ({kinds})", _REMEDY)
         return forms.pop()
 
+    def order(self, expert: int) -> NDArray[np.int32] | None:
+        """As `QuantizedEntry.order`."""
+        entry, _ = self.of(expert)
+        return entry.order() if isinstance(entry, QuantizedEntry) else None
+
     @property
     def repacked(self) -> bool:
         return any(isinstance(entry, QuantizedEntry) and entry.repack is not None for entry in self.entries)
@@ -56,7 +62,8 @@ class Matrices:
 class LayerExperts:
     """The experts of one layer in their published form.
 
-    biases: of gate_up and down, stacked [E, n]; the concatenation of several.
+    form: with the neurons in the order of down's inputs, where down has act-order. biases: of gate_up and down, stacked
+    [E, n]; the concatenation of several.
     """
 
     form: ExpertForm
@@ -94,7 +101,7 @@ class LayerExperts:
         Raises:
             CheckpointError: unreadable, not of the form, or not finite.
         """
-        form = self.form.matrices[matrix]
+        form, reordered = self.form.matrices[matrix], self.matrices["down"].form().order
 
         def one(expert: int) -> dict[str, NDArray[Any]]:
             entry, index = self.matrices[matrix].of(expert)
@@ -103,6 +110,10 @@ class LayerExperts:
             parts = entry.verified(index)
             if matrix in self.biases:
                 parts["bias"] = self._bias(matrix, expert)
+            if reordered and matrix == "down":
+                del parts["order"]
+            elif reordered and (order := self.matrices["down"].order(expert)) is not None:
+                parts = neurons_in_order(self.form, matrix, parts, order)
             return parts
 
         yield from in_order(one, range(self.experts))
@@ -166,8 +177,9 @@ def layer_experts(plan: Plan, module: ExpertsModule) -> LayerExperts:
         raise UnsupportedModelError(f"{module.path} has biases of several types", _REMEDY)
     of_gguf = plan.makers[module.params["down"]].sources[0][0] in _OF_GGUF
     try:
+        forms = {name: found.form() for name, found in matrices.items()}
         form = ExpertForm(
-            **{name: found.form() for name, found in matrices.items()},
+            **forms | {"down": replace(forms["down"], order=False)},
             interleaved="gate_up" in matrices and not module.concatenated and not of_gguf,
             bias=codes.pop() if codes else "",
         )

@@ -118,9 +118,9 @@ class ModelFacts:
     def dense_bytes(self, item: int, gpu: bool) -> int:
         """Bytes of the dense part on a device that computes in numbers of `item` bytes.
 
-        On a CPU in float32 published matrices stay as they are (`engine.model.published_linear`).
+        Published matrices stay as they are, but on a CPU in other types than float32 (`engine.model.published_linear`).
         """
-        if gpu or item != 4:
+        if not gpu and item != 4:
             return self.dense_elements * item
         return (self.dense_elements - self.published_elements) * item + self.published_bytes
 

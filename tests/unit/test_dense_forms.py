@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from form_cases import FORMS, OF_INTEGERS, form, random_parts
+from kernel_cases import assert_near
 from published import RELEASES, SIZES, write, write_gguf
 from safetensors.torch import load_file
 from tiny_models import save_tiny_checkpoint
@@ -20,17 +21,21 @@ from torch import nn
 from tiermoe.actors.engine.dense.native import _lowered
 from tiermoe.actors.engine.model.model import build_model
 from tiermoe.actors.engine.model.published_linear import (
+    DeviceMatrix,
     PublishedEmbedding,
     PublishedLinear,
     PublishedMatrix,
+    bytes_of,
     exchange,
     held_parameters,
     keeps_form,
     published_bytes,
+    published_notes,
 )
 from tiermoe.actors.store.format import Manifest, read_manifest
 from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.kernels.expert_ffn import DECODE_ROWS, SHORT_ROWS
 from tiermoe.kernels.forms import BLOCKS, FLOATS
 
 SMALL = {"vocab_size": 64, "num_experts": 2, "num_hidden_layers": 2}
@@ -74,6 +79,48 @@ def test_modules_compute_what_those_on_the_dequantized_matrix_do(name: str) -> N
         assert model.embed(ids[:0]).shape == (0, 2, 512)
         with pytest.raises((IndexError, RuntimeError), match="out of"):
             model.embed(torch.tensor([40]))
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q8_0", "fp8_block", "int, 4 bits, order", "iq3_s", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_of_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """Interpreted: few rows by the kernel, many on a decoded matrix, whose weights are those of the reference."""
+    pytest.importorskip("triton")
+    of = form(name, 40, 512)
+    parts = random_parts(of, np.random.default_rng(1))
+    on_device = {part: bytes_of(torch.from_numpy(array), of.parts()[part][0]) for part, array in parts.items()}
+    matrix = DeviceMatrix(of, on_device, dtype)
+    assert matrix.note == ""
+    values = torch.from_numpy(of.dequantize(parts)).to(dtype)
+    found, unit = matrix.rows(torch.arange(40).view(2, 20)), 0 if dtype == torch.float32 else 2.0**-7
+    torch.testing.assert_close(found, values.view(2, 20, 512), rtol=unit, atol=0)  # the interpreter cuts off
+    model = Tied(40, 512).to(dtype)
+    exchange(model, {"head.weight": matrix, "biased.weight": matrix})
+    assert model.head(torch.empty(0, 512, dtype=dtype)).shape == (0, 40)
+    for rows in (1, 3, DECODE_ROWS + 1, SHORT_ROWS + 6):
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        wanted = x.double() @ values.double().t()
+        assert_near(model.head(x), wanted)
+        assert_near(model.biased(x[None])[0], wanted + model.biased.bias.detach().double())
+
+
+def test_a_matrix_that_triton_cannot_run_is_dequantized_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of resource")
+
+    monkeypatch.setattr("tiermoe.kernels.triton.form_linear.TritonMatrix.product", fails)
+    of = form("q8_0", 40, 64)
+    parts = random_parts(of, np.random.default_rng(1))
+    model, values = Tied(40, 64), torch.from_numpy(of.dequantize(parts))
+    matrix = DeviceMatrix(of, {"weight": torch.from_numpy(parts["weight"])}, torch.float32)
+    exchange(model, {"head.weight": matrix})
+    (note,) = published_notes(model)
+    assert note == "the dense part is dequantized in each step, slowly: RuntimeError: out of resource"
+    x = torch.randn(3, 64)
+    assert torch.equal(model.head(x), x @ values.t())
+    assert torch.equal(matrix.rows(torch.tensor([3])), values[3:4])
 
 
 @pytest.mark.parametrize("name", ["q4_k", "fp8_block"])
