@@ -29,7 +29,7 @@ NEEDED = {
     "grpc": "grpcio", "nanobind": "nanobind",
 }  # fmt: skip
 USED_IF_THERE = {"triton": "triton", "accelerate": "accelerate", "pytest": "pytest", "hypothesis": "hypothesis"}
-FOR_RAY = {"ray": "ray", "typer": "typer", "fastapi": "fastapi", "uvicorn": "uvicorn"}  # of part `ray`
+FOR_RAY = {"ray": "ray", "typer": "typer", "grpc_health": "grpcio-health-checking"}  # of part `ray`
 
 
 def installed(module: str) -> bool:

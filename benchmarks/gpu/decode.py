@@ -372,7 +372,7 @@ def _served(bench: Bench, cell: Cell, near_data: NearData, peaks: Peaks) -> None
     elif recorded is not None:
         bench.record.check(f"{shape.name}, {cell}: steps that were graphs", recorded.replays, ">=", tokens)
     host_us = median(one.host_s for one in passes if one.tokens == 1) * 1e6
-    if (times := timeline.by_layer(len(engine.layers))) is not None:
+    if (times := timeline.by_layer(len(bench.host.layers))) is not None:
         timeline_row(bench, cell, times, host_us, tpot_ms["median"], peaks)
 
 
