@@ -79,7 +79,7 @@ inline Tiles tiles_of(const Group* groups, std::size_t count, std::int64_t pairs
                const std::vector<RowClass>& classes) {
     Tiles tiles;
     tiles.widest.assign(classes.size(), -1);
-    std::vector<std::int32_t> seen(static_cast<std::size_t>(pairs) + 1);
+    std::vector<std::uint8_t> seen(static_cast<std::size_t>(pairs) + 1);  // made for each arrival of a prompt
     for (std::size_t i = 0; i < count; ++i) {
         const auto& [start, stop, first, neurons, add] = groups[i];
         if (!(0 <= start && start <= stop && stop <= pairs && 0 <= neurons && neurons <= sizes.slot))

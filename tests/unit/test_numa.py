@@ -61,7 +61,8 @@ class Kernel:
         elif name == "set_mempolicy":
             self.calls.append((name, given[0].value, list(given[1])[:2]))
         else:
-            self.calls.append((name, given[0].value, given[1].value, given[2].value, list(given[3])[:2], given[5].value))
+            at, nbytes, mode, mask, _, flags = given
+            self.calls.append((name, at.value, nbytes.value, mode.value, list(mask)[:2], flags.value))
 
     def _bind(self, task: int, cores: frozenset[int]) -> None:
         if task == 13:
