@@ -695,7 +695,7 @@ class GpuLayer(Layer):
     def router(self, operands: object | None, outputs: int) -> int:
         """The number of a router (weight, bias, layers, softmax), or of another."""
 
-    def run(self, hidden: object, ids: object, weights: object) -> object: ...
+    def run(self, hidden: object, ids: object, weights: object, into: object | None = None) -> object: ...
 
     @property
     def read_s(self) -> tuple[float, float]:

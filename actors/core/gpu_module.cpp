@@ -39,12 +39,13 @@ class GpuLayer : public Layer {
     Router routers() const override { return static_cast<Router>(routers_.size()); }
     std::int64_t outputs(Router router) const override { return routers_[static_cast<std::size_t>(router)].outputs; }
 
-    nb::object run(nb::handle hidden, nb::handle ids, nb::handle weights) {
+    // into: of hidden's shape and type, contiguous, for the sums where its launches make them; none: a new tensor.
+    nb::object run(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle into) {
         const nb::object shape = nb::steal(PyObject_GetAttrString(ids.ptr(), "shape"));
         if (!shape.is_valid()) nb::raise_python_error();
         const auto [tokens, top_k] = nb::cast<std::pair<std::int64_t, std::int64_t>>(shape);
         if (!parts_) throw Broken("a GPU's layer has parts in Python, which run what its launches do not take");
-        takes(hidden, weights, tokens, top_k);
+        takes(hidden, weights, into, tokens, top_k);
         for (Asked& one : routers_) one.known = false;
         Given given{nullptr, nullptr, nullptr, tokens, top_k, nullptr};
         if (looks(given)) {  // one read for all of Python's parts
@@ -119,9 +120,9 @@ class GpuLayer : public Layer {
         bool known;  // of the present pass
     };
 
-    void takes(nb::handle hidden, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
+    void takes(nb::handle hidden, nb::handle weights, nb::handle into, std::int64_t tokens, std::int64_t top_k) {
         read_s_ = read_waited_s_ = 0.0;
-        rows_ = {hidden.ptr(), weights.ptr(), tokens, top_k, nullptr, nullptr};
+        rows_ = {hidden.ptr(), weights.ptr(), into.is_none() ? nullptr : into.ptr(), tokens, top_k, nullptr, nullptr};
         const int found = launches_.takes(launches_.self, rows_);
         if (found < 0) nb::raise_python_error();
         launched_ = found;
@@ -230,7 +231,7 @@ fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads`
              nb::keep_alive<1, 13>(), "core"_a, "kernels"_a, "launches"_a, "low"_a.none(), "reads"_a.none(), "scored_rows"_a, "fetch"_a, "index"_a, "experts"_a,
              "neurons"_a, "max_rows"_a, "all"_a)
         .def("router", &GpuLayer::add, "operands"_a.none(), "outputs"_a, "The number of a router (weight, bias, layers, softmax), or of another.")
-        .def("run", &GpuLayer::run, "hidden"_a, "ids"_a, "weights"_a)
+        .def("run", &GpuLayer::run, "hidden"_a, "ids"_a, "weights"_a, "into"_a.none() = nb::none())
         .def_prop_ro("read_s", &GpuLayer::read_s, "Of reading, and of the waits in it.");
 }
 

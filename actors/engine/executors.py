@@ -138,7 +138,7 @@ class GpuExecutor(NativeExecutor):
         super().__init__(step)
         self.held.append(backend.low_bit)
         fetch = backend.views.fetch
-        self._experts, self._device = step.experts, launches.device
+        self._experts, self._device, self._shared = step.experts, launches.device, step.shared
         core = self.core = _core.GpuLayer(
             step.cache.core, _cpu.table(), launches.experts, None if low is None else low.experts,
             getattr(fetch, "reads", None), MOST_GPU_ROWS, partial(_fetched, fetch, self.asked), step.index,
@@ -160,7 +160,7 @@ class GpuExecutor(NativeExecutor):
 
     def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with on_device(self._device):
-            out: torch.Tensor = self._run(hidden, ids, weights)
+            out: torch.Tensor = self._run(hidden, ids, weights, self._shared.into)
         return out
 
     def parts_s(self) -> dict[str, float]:

@@ -18,6 +18,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_valida
 
 from ...actors.base_settings import Settings
 from ...actors.gpu_driver import gpu_count
+from ...actors.numa import gpu_nodes, words
 from ...actors.settings import EngineSettings
 from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, part_tensor, read_manifest
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
@@ -386,10 +387,15 @@ def local_ray(config: RunConfig, settings: EngineSettings) -> LocalRay:
 def local_notes(config: RunConfig, settings: EngineSettings) -> tuple[str, ...]:
     """What a user of this machine would not expect."""
     cpus, cores = local_ray(config, settings).cpus, usable_cores()
-    if cpus <= cores:
-        return ()
-    return (f"the actors reserve {cpus} CPUs and share the {cores} that can be used here, so they are slower than with "
-            "a core for each",)  # fmt: skip
+    found = list[str]()
+    if cpus > cores:
+        found.append(f"the actors reserve {cpus} CPUs and share the {cores} that can be used here, so they are slower "
+                     "than with a core for each")  # fmt: skip
+    if settings.device != "cpu":
+        near = gpu_nodes()[: config.cluster.replicas * settings.shards.count]  # Ray takes the first ones
+        found += [f"threads and pages of the worker on GPU {i} keep to its memory {words(node)}"
+                  for i, node in enumerate(near) if node is not None]  # fmt: skip
+    return tuple(found)
 
 
 class _Node(Settings):

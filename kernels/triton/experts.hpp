@@ -33,7 +33,7 @@ struct ExpertLaunches;
 // hidden [T, H] and weights [T, K]: tensors on the device. top_k: of the pairs that run; changed: their weights [T, top_k] on
 // the host, which take the place of `weights`; null: none do. order: the pairs t * top_k + k by expert, on the host.
 struct LayerRows {
-    PyObject *hidden, *weights;
+    PyObject *hidden, *weights, *into;  // into: a tensor of hidden's kind for the sums; null: they get a new one
     std::int64_t tokens, top_k;
     const float* changed;
     const std::int64_t* order;

@@ -79,7 +79,7 @@ inline Tiles tiles_of(const Group* groups, std::size_t count, std::int64_t pairs
                const std::vector<RowClass>& classes) {
     Tiles tiles;
     tiles.widest.assign(classes.size(), -1);
-    std::vector<std::int32_t> seen(static_cast<std::size_t>(pairs) + 1);
+    std::vector<std::uint8_t> seen(static_cast<std::size_t>(pairs) + 1);  // made for each arrival of a prompt
     for (std::size_t i = 0; i < count; ++i) {
         const auto& [start, stop, first, neurons, add] = groups[i];
         if (!(0 <= start && start <= stop && stop <= pairs && 0 <= neurons && neurons <= sizes.slot))
@@ -207,9 +207,10 @@ class Experts {
         if (order.count && given.changed) put(kept.words, order, {}, stream);  // nothing ran here
         if (!given.changed) {
             const Rows shares(given.weights);
-            return summed(kept.y, shares.arg, given.tokens, given.top_k, stream);
+            return summed(kept.y, shares.arg, given.tokens, given.top_k, stream, given.into);
         }
-        return summed(kept.y, changed_weights(kept, order.room, pairs, given.weights), given.tokens, given.top_k, stream);
+        const Arg& changed = changed_weights(kept, order.room, pairs, given.weights);
+        return summed(kept.y, changed, given.tokens, given.top_k, stream, given.into);
     }
 
     // Experts in whole slots, into rows of another's y.
@@ -289,9 +290,10 @@ class Experts {
         kernel.launch(grid, args, static_cast<std::size_t>(end - args), stream);
     }
 
-    // y: contiguous, of a type that is summed, as the weights, which are contiguous, too.
-    nb::object summed(const Arg& y, const Arg& weights, std::int64_t tokens, std::int64_t top_k, std::uint64_t stream) {
-        nb::object out = fresh(tokens, nb::handle(y.object), y.type);
+    // y: contiguous, of a type that is summed, as the weights, which are contiguous, too. into: as of `LayerRows`.
+    nb::object summed(const Arg& y, const Arg& weights, std::int64_t tokens, std::int64_t top_k, std::uint64_t stream,
+                      nb::handle into = {}) {
+        nb::object out = into.is_valid() ? nb::borrow(into) : fresh(tokens, nb::handle(y.object), y.type);
         if (tokens > 0) {
             const Arg args[] = {y, weights, tensor(out.ptr()), integer(top_k), integer(sizes_.width)};
             sums_of(top_k).launch({tokens, divided(sizes_.width, block_), 1}, args, 5, stream);

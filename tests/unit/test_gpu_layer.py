@@ -126,6 +126,22 @@ def test_native_calls_are_the_step_in_python(slots: int) -> None:
     native.cache.close(), python.cache.close()
 
 
+def test_the_sums_go_where_the_next_graph_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once they were copied there, a launch and some 10 us of the host for each layer of a recorded step."""
+    native, python = both(KEYS)
+    copied = list[torch.Tensor]()
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: (copied.append(to), copy(to, of))[1])
+    for tokens in (1, 5):
+        inputs = torch.randn(tokens, SHAPE.hidden), torch.tensor([[2, 0]] * tokens), torch.rand(tokens, 2)
+        for stack, copies in ((native, 0), (python, 1)):  # Python's kernels make a tensor of their own
+            out = torch.full((tokens, SHAPE.hidden), float("nan"))
+            stack.layers[0].forward_into(out, *inputs)
+            assert sum(one is out for one in copied) == copies
+            assert torch.equal(out, stack.layers[0].forward(*inputs))
+    native.cache.close(), python.cache.close()
+
+
 def test_interpreted_kernels_give_what_they_give_the_page() -> None:
     native, python = both(2)
     inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[2, 0, 1]]), torch.rand(1, 3)

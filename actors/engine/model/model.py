@@ -43,6 +43,10 @@ class ExpertLayer(Protocol):
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
 
+    def forward_into(
+        self, out: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None: ...
+
 
 _layers: dict[int, ExpertLayer] = {}
 _handles = itertools.count(1)
