@@ -11,8 +11,9 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGUFValueType
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from tiermoe.actors.engine.model.architecture import from_config
 from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
 from tiermoe.cluster.jobs.prepare.convert import plan_store
 
@@ -261,23 +262,22 @@ def _folder(parent: Path, name: str) -> Path:
 def logits(folder: Path, prompt: Sequence[int]) -> np.ndarray:
     """[T, V] of transformers' own model, with the weights that a preparation of the checkpoint reads."""
     conversion = plan_store(open_checkpoint(folder))
-    config = AutoConfig.from_pretrained(folder)
-    config.dtype = torch.float32
-    own = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    own = from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    own.set_experts_implementation("eager")
     experts = {path for module in conversion.experts for path in module.params.values()}
     state = {
-        name: torch.cat(list(group.blocks(conversion.model, [name]))).float()
+        name: torch.cat(list(group.blocks(conversion.model, [name]))).to(own.state_dict()[name].dtype)
         for group in conversion.plan.groups
         for name in group.targets
-        if name not in experts
+        if name not in experts or conversion.published is None
     }
-    for module, layer in zip(conversion.experts, conversion.published or (), strict=True):
+    for module, layer in zip(conversion.experts, conversion.published or (), strict=conversion.published is not None):
         read = {
             name: torch.stack([torch.from_numpy(np.array(form.dequantize(parts))) for parts in layer.read(name)])
             for name, form in layer.form.matrices.items()
         }
-        state[module.params["gate_up"]] = torch.cat([read["gate"], read["up"]], dim=1)
-        state[module.params["down"]] = read["down"]
+        both = read["gate_up"] if "gate_up" in read else torch.cat([read["gate"], read["up"]], dim=1)
+        state[module.params["gate_up"]], state[module.params["down"]] = both, read["down"]
     missing, unexpected = own.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}

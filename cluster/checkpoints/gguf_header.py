@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from ...actors.store.format import first_problem
@@ -29,6 +30,7 @@ from ...kernels.forms import BLOCKS, ExpertForm, MatrixForm
 from ..host import stands_for_gguf
 from .weight_files import gguf_in, refuse_outside
 
+_OTHER_FILE = "use another GGUF file of the model, or its safetensors form"
 REFETCH = "download the checkpoint again"
 REWRITE = "write the file again with a current converter of llama.cpp"
 _LITTLE_ENDIAN = "rewrite it with gguf-convert-endian, which the package `gguf` installs"
@@ -48,6 +50,8 @@ FORM_OF: Mapping[GGMLQuantizationType, str] = {
     _Type.F32: "float32", _Type.F16: "float16", _Type.BF16: "bfloat16",
     **{_Type[kind.removesuffix("_gguf").upper()]: kind for kind in BLOCKS},
 }  # fmt: skip
+# tables that the model reads, such as the experts of a token: GGML's number -> safetensors' type
+INTEGERS: Mapping[int, str] = {_Type[code]: code for code in ("I8", "I16", "I32", "I64")}
 _MOST = 1 << 24  # strings of a vocabulary, tensors, keys
 
 
@@ -333,7 +337,7 @@ def read_experts(files: Sequence[Path]) -> Header:
         raise no_experts(files[0], header.architecture)
     for name, (_, number, _, path) in header.tensors.items():
         kind = _Type(number)
-        if kind in FORM_OF or header.is_draft(name):
+        if kind in FORM_OF or number in INTEGERS or header.is_draft(name):
             continue
         if _EXPERTS.fullmatch(name) is not None:
             raise _no_expert_type(name, kind.name, f"{path}: ")
@@ -371,6 +375,24 @@ def _same(one: Any, other: Any) -> bool:
 def shortest(value: Any) -> Any:
     """A float of 32 bits as the shortest number that means it: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def unsupported(header: Header, key: str, value: Any) -> UnsupportedModelError:
+    shown = str(value) if len(str(value)) <= 60 else f"{str(value)[:57]}..."
+    what = f"{header.name}: the key '{header.architecture}.{key}' = {shown} is not supported"
+    return UnsupportedModelError(what, _OTHER_FILE)
+
+
+def count(header: Header, key: str) -> int:
+    value = header.get(key)
+    if type(value) is not int or not 1 <= value < 1 << 40:
+        raise no_number(header, key, value)
+    return value
+
+
+def no_number(header: Header, key: str, value: Any) -> CheckpointError:
+    what = f"{header.name}: the key '{header.architecture}.{key}' is {value!r}, not a number"
+    return CheckpointError(what, REWRITE)
 
 
 def tensor_bytes(name: str, shape: tuple[int, ...], kind: int) -> int:
