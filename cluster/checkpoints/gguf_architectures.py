@@ -16,6 +16,19 @@ Of = str | Callable[[Any], Any]  # a name of transformers' configurations, or wh
 
 
 @dataclass(frozen=True)
+class RopeKeys:
+    """Where the rotary embedding of some layers is.
+
+    base, width: the keys. scaled: `rope.scaling.*` counts. divided: `rope_freqs.weight` counts.
+    """
+
+    base: str = "rope.freq_base"
+    width: str = "rope.dimension_count"
+    scaled: bool = True
+    divided: bool = True
+
+
+@dataclass(frozen=True)
 class Architecture:
     """One architecture.
 
@@ -30,7 +43,8 @@ class Architecture:
         permuted: the rows of queries and keys have the halves of a head's rotation side by side.
         windows: without a pattern, every so manieth layer has full attention, the others a sliding window; and whether
             the first layer has; 0: llama.cpp needs the pattern.
-        window_scaled: layers with a sliding window scale positions as the others do.
+        ropes: kind of layers, by transformers' name -> their rotary embedding, where it is not that of all.
+        yarn_in_attention: yarn's factor of sine and cosine is part of the scale of attention.
         model_type: of transformers; "": the metadata is not a whole configuration.
         constants: what llama.cpp computes with in every file, by the configuration's names.
         partial: a part of a head's width may be rotated.
@@ -47,7 +61,8 @@ class Architecture:
     plus_one: Callable[[str], bool] = lambda name: False
     permuted: bool = False
     windows: tuple[int, bool] = (0, False)
-    window_scaled: bool = True
+    ropes: Mapping[str, RopeKeys] = field(default_factory=dict)
+    yarn_in_attention: bool = False
     model_type: str = ""
     constants: Mapping[str, Any] = field(default_factory=dict)
     tied: bool = True
@@ -69,7 +84,9 @@ ROPE = (
     "rope.scaling.original_context_length", "rope.scaling.attn_factor",
 )  # fmt: skip
 WINDOWS, RECURRENT, INTERVAL = "attention.sliding_window_pattern", "attention.recurrent_layers", "full_attention_interval"
-_ROPE_OF_WINDOWS = ("rope.freq_base_swa", "rope.dimension_count_swa")
+_OF_WINDOWS = ("rope.freq_base_swa", "rope.dimension_count_swa")
+_SCALED_WINDOWS = {"sliding_attention": RopeKeys(*_OF_WINDOWS, divided=False)}
+_PLAIN_WINDOWS = {"sliding_attention": RopeKeys(*_OF_WINDOWS, scaled=False, divided=False)}
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,), "pooling_type": (0,), "nextn_predict_layers": (0,), "leading_dense_block_count": (0,),
     "expert_group_count": (0, 1), "expert_group_used_count": (0, 1), "expert_shared_count": (0,),
@@ -100,7 +117,8 @@ _INDEXER: Mapping[str, Of] = {
     "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length": "index_head_dim",
     "attention.indexer.top_k": "index_topk",
 }  # fmt: skip
-YARN_LOGARITHM = "rope.scaling.yarn_log_multiplier"
+_COMPRESSED_BASE = "attention.compress_rope_freq_base"
+_YARN_LOGARITHM = "rope.scaling.yarn_log_multiplier"
 _GRANITE: Mapping[str, Of] = {
     "expert_count": "num_local_experts", "logit_scale": "logits_scaling", "residual_scale": "residual_multiplier",
     "embedding_scale": "embedding_multiplier", "attention.scale": "attention_multiplier",
@@ -109,6 +127,9 @@ _HYPER: Mapping[str, Of] = {
     "hyper_connection.count": "hc_mult", "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
     "hyper_connection.epsilon": "hc_eps",
 }  # fmt: skip
+_HYPER_TENSORS = {
+    f"{of}_hc.{part}": f"hc_{of}_{part}.weight" for of in ("attn", "ffn") for part in ("fn", "base", "scale")
+}
 
 
 def _yarn_logarithm(config: Any) -> float:
@@ -253,23 +274,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         shapes=frozenset({_SHARED_WIDTH}), permuted=True, rope=_LONG_ROPE,
     ),
     "deepseek2": Architecture(
-        names={**_ROUTING, **_MLA, "expert_count": "n_routed_experts", YARN_LOGARITHM: _yarn_logarithm,
+        names={**_ROUTING, **_MLA, "expert_count": "n_routed_experts", _YARN_LOGARITHM: _yarn_logarithm,
                "expert_gating_func": lambda config: 1 if config.model_type == "deepseek_v2" else 2},
         neutral={"expert_gating_func": ()},
-        shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent=_PLAIN_ROUTING,
+        yarn_in_attention=True, shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent=_PLAIN_ROUTING,
     ),
     "deepseek32": Architecture(
-        names={**_ROUTING, **_MLA, **_INDEXER, "expert_count": "n_routed_experts", YARN_LOGARITHM: _yarn_logarithm},
-        neutral=_SIGMOID, shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent=_PLAIN_ROUTING,
+        names={**_ROUTING, **_MLA, **_INDEXER, "expert_count": "n_routed_experts", _YARN_LOGARITHM: _yarn_logarithm},
+        neutral=_SIGMOID, yarn_in_attention=True, shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent=_PLAIN_ROUTING,
     ),
     "glm-dsa": Architecture(
-        names={**_ROUTING, **_MLA, **_INDEXER, "expert_count": "n_routed_experts", YARN_LOGARITHM: _yarn_logarithm},
+        names={**_ROUTING, **_MLA, **_INDEXER, "expert_count": "n_routed_experts", _YARN_LOGARITHM: _yarn_logarithm},
         layers={"attention.indexer.types": _indexers}, neutral={"expert_gating_func": (0, 2)},
-        shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent={**_PLAIN_ROUTING, "attention.indexer.types": True},
+        yarn_in_attention=True, shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent={**_PLAIN_ROUTING, "attention.indexer.types": True},
     ),
     "mistral4": Architecture(
-        names={**_ROUTING, **_MLA, "expert_count": "n_routed_experts", YARN_LOGARITHM: _yarn_logarithm},
-        shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent=_PLAIN_ROUTING,
+        names={**_ROUTING, **_MLA, "expert_count": "n_routed_experts", _YARN_LOGARITHM: _yarn_logarithm},
+        yarn_in_attention=True, shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent=_PLAIN_ROUTING,
     ),
     "glm4moe": Architecture(
         names={**_HEAD, **_ROUTING, "expert_count": "n_routed_experts"},
@@ -307,7 +328,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers={WINDOWS: _windows,
                 "attention.head_count_kv": lambda config: [one.num_key_value_heads for one in config.per_layer_config],
                 },
-        shapes=frozenset(_ROPE_OF_WINDOWS), absent={"final_logit_softcapping": None}, window_scaled=False, rope=(FREQUENCIES,),
+        shapes=frozenset(_OF_WINDOWS), absent={"final_logit_softcapping": None}, ropes=_PLAIN_WINDOWS, rope=(FREQUENCIES,),
         tensors={
             **_AFTER_ATTENTION, "layer_scalar": "layer_output_scale.weight", "pre_feedforward_layernorm": "ffn_norm",
             "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
@@ -373,15 +394,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                _SHARED_WIDTH: "shared_expert_intermediate_size", "leading_dense_block_count": _dense_first},
         layers={WINDOWS: _windows,
                 "attention.head_count": lambda config: config.num_attention_heads_per_layer},
-        neutral={"expert_gating_func": (0, 2), "expert_weights_norm": (True,)}, shapes=frozenset({"expert_shared_count", *_ROPE_OF_WINDOWS}),
+        neutral={"expert_gating_func": (0, 2), "expert_weights_norm": (True,)}, shapes=frozenset({"expert_shared_count", *_OF_WINDOWS}),
         absent={"expert_weights_scale": 1.0, "expert_weights_norm": False},
-        windows=(4, True), tensors={"self_attn.g_proj": "attn_gate"}, window_scaled=False,
+        windows=(4, True), tensors={"self_attn.g_proj": "attn_gate"}, ropes=_PLAIN_WINDOWS,
     ),
     "mellum": Architecture(
         names={**_HEAD, "expert_count": "num_local_experts", "expert_feed_forward_length": "moe_intermediate_size",
                "attention.sliding_window": "sliding_window", "expert_weights_norm": "norm_topk_prob"},
         layers={WINDOWS: _windows}, windows=(4, False), absent={"expert_weights_norm": True},
-        shapes=frozenset(_ROPE_OF_WINDOWS),
+        shapes=frozenset(_OF_WINDOWS), ropes=_SCALED_WINDOWS,
     ),
     "mimo2": Architecture(
         names={**_ROUTING, "expert_count": "n_routed_experts", "expert_feed_forward_length": "moe_intermediate_size",
@@ -391,7 +412,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                 "attention.head_count_kv": lambda config: [
                     getattr(config, "swa_num_key_value_heads", None) or config.num_key_value_heads
                     if sliding else config.num_key_value_heads for sliding in _windows(config)]},
-        neutral=_SIGMOID, shapes=frozenset({*_LATER, *_ROPE_OF_WINDOWS}), window_scaled=False,
+        neutral=_SIGMOID, shapes=frozenset({*_LATER, *_OF_WINDOWS}), ropes=_PLAIN_WINDOWS,
         absent={"expert_weights_norm": True, "expert_weights_scale": 1.0, "attention.value_scale": 1.0},
         tensors={"self_attn.attention_sink_bias": "attn_sinks.weight", "self_attn.sinks": "attn_sinks.weight"},
     ),
@@ -443,9 +464,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         neutral={"expert_gating_func": (0, 2), "attention.layer_norm_epsilon": (1e-6,)},
         shapes=frozenset({*_LATER, *_MLA_SHAPES}),
         absent={**_PLAIN_ROUTING, "attention.indexer.types": True, "swiglu_clamp_exp": None},
-        tensors={
-            f"{of}_hc.{part}": f"hc_{of}_{part}.weight" for of in ("attn", "ffn") for part in ("fn", "base", "scale")
-        },
+        tensors=_HYPER_TENSORS,
     ),
     "hy_v4": Architecture(
         names={**_ROUTING, **_MLA, **_INDEXER, "expert_count": "n_routed_experts", "hyper_connection.count": "hc_mult",
@@ -453,8 +472,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers={"attention.indexer.types": _indexers, "swiglu_clamp_exp": _each("swiglu_limit")},
         neutral={"expert_gating_func": (2,)}, shapes=frozenset({*_LATER, *_MLA_SHAPES}),
         absent={**_PLAIN_ROUTING, "swiglu_clamp_exp": None},
-        tensors={"self_attn.learnable_sink_param": "attn_sinks.weight", "self_attn.linear_gate": "attn_gate",
-                 "mlp.linear_gate": "ffn_gate", "mlp.shared_experts.linear_gate": "ffn_gate_shexp"},
+        tensors={**_HYPER_TENSORS, "self_attn.gate_proj": "attn_gate"},
     ),
     "deepseek4": Architecture(
         names={**_HEAD, **_ROUTING, **_INDEXER, **_HYPER, "expert_count": "n_routed_experts",
@@ -462,17 +480,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                "expert_shared_count": "n_shared_experts", "attention.sliding_window": "sliding_window",
                "attention.q_lora_rank": "q_lora_rank", "attention.output_group_count": "o_groups",
                "attention.output_lora_rank": "o_lora_rank",
-               "attention.compress_rope_freq_base": lambda config: config.rope_parameters["compress"]["rope_theta"],
                "hash_layer_count": lambda config: config.mlp_layer_types.count("hash_moe"),
                "expert_gating_func": lambda config: {"sqrtsoftplus": 4}.get(config.scoring_func)},
         layers={"swiglu_clamp_exp": _each("swiglu_limit"), "swiglu_clamp_shexp": _each("swiglu_limit"),
                 "attention.compress_ratios": lambda config: [
                     config.compress_rates.get(kind, 0) for kind in config.layer_types]},
-        neutral={"expert_gating_func": ()}, shapes=frozenset({"embedding_length_out"}),
+        neutral={"expert_gating_func": ()}, yarn_in_attention=True, shapes=frozenset({"embedding_length_out", _COMPRESSED_BASE}),
+        ropes={"main": RopeKeys(scaled=False), "compress": RopeKeys(_COMPRESSED_BASE)},
         tensors={
-            **{f"{of}_hc.{part}": f"hc_{of}_{part}.weight"
-               for of in ("attn", "ffn") for part in ("fn", "base", "scale")},
-            "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
+            **_HYPER_TENSORS, "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
             "self_attn.q_a_norm": "attn_q_a_norm", "self_attn.kv_proj": "attn_kv", "self_attn.kv_norm": "attn_kv_a_norm",
             "self_attn.o_a_proj": "attn_output_a", "self_attn.o_b_proj": "attn_output_b",
             **{f"self_attn.compressor.{path}{part}": f"{to}{name}"

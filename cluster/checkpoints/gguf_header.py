@@ -14,7 +14,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -464,8 +464,16 @@ def published_gguf(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[
     return numbers, nbytes
 
 
-def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[ExpertForm, bool]]:
-    """The form of each MoE layer's experts, and whether they are mapped. tensors: as `typed_tensors` has them.
+def expert_layers(tensors: Iterable[str]) -> int:
+    """How many layers have routed experts. tensors: names."""
+    return len({match["layer"] for name in tensors if (match := _EXPERTS.fullmatch(name)) is not None})
+
+
+def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[ExpertForm, bool]] | None:
+    """The form of each MoE layer's experts, and whether they are mapped; None: they are dequantized, without a gate.
+
+    Args:
+        tensors: as `typed_tensors` has them.
 
     Raises:
         CheckpointError: a layer lacks a matrix, or one has another shape. UnsupportedModelError: of an unknown type.
@@ -480,6 +488,8 @@ def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tup
         if match["one"] is not None:  # of experts apart, which have one form, or are refused when they are prepared
             part, shape = f"{match['one']}.weight", (1, *shape)
         layer[part] = (kind, shape)
+    if not any(name.startswith("gate") for parts in layers.values() for name in parts):
+        return None
     try:
         return [_expert_form(parts) for _, parts in sorted(layers.items())]
     except (FormError, KeyError, IndexError, TypeError) as error:

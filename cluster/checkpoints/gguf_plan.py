@@ -7,7 +7,6 @@ Llama family, queries, keys and values in one. Every tensor of the file is used,
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from ...actors.store.format import first_problem
 from ...errors import CheckpointError, UnsupportedModelError
 from .checkpoint import Checkpoint
-from .gguf_architectures import ARCHITECTURES, KNOWN, SHORT_AND_LONG, YARN_LOGARITHM, layer_of, tensor_names
+from .gguf_architectures import ARCHITECTURES, KNOWN, SHORT_AND_LONG, layer_of, tensor_names
 from .gguf_config import check_config, contradiction
 from .gguf_header import REWRITE, Header
 from .gguf_layouts import layouts
@@ -88,15 +87,22 @@ def _check_rope(model: PreTrainedModel, header: Header) -> None:
             values, own = floats(header.tensors[tensor]), np.array(parameters.get(name) or [])
             if values.shape != own.shape or not np.allclose(values, own, rtol=1e-4):
                 raise contradiction(header, f"has {tensor}, which are not the configuration's {name}")
-    for kind in {type(m) for m in model.modules() if any(name.endswith("inv_freq") for name, _ in m.named_buffers(recurse=False))}:
+    for kind in {type(m) for m in model.modules() if _frequencies(m)}:
         turned = kind(config)
-        for name, own in turned.named_buffers(recurse=False):
-            layers = name.removesuffix("inv_freq")
-            if name.endswith("inv_freq") and "original" not in name:
-                head = header.get("attention.key_length") or _head(config)
-                rope = rope_of(header, head, windows=layers == "sliding_attention_")
-                of_layers = parameters.get(layers.removesuffix("_"), parameters)
-                _compare(rope, own, getattr(turned, f"{layers}attention_scaling"), of_layers, header)
+        for layers, own in _frequencies(turned).items():
+            rope = rope_of(header, header.get("attention.key_length") or _head(config), layers)
+            scaling = getattr(turned, f"{layers}_attention_scaling".removeprefix("_"))
+            _compare(rope, own, scaling, parameters.get(layers, parameters), header)
+
+
+def _frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The frequencies of a rotary embedding by the kind of layers that they are of; "": of all. Else empty."""
+    found = {name: buffer for name, buffer in module.named_buffers(recurse=False) if name.endswith("inv_freq")}
+    return {
+        name.removesuffix("inv_freq").removesuffix("_"): buffer
+        for name, buffer in found.items()
+        if "original" not in name
+    }
 
 
 def _compare(
@@ -108,8 +114,7 @@ def _compare(
         return
     own = turned.double().numpy()
     same = own.shape == frequencies.shape and np.allclose(own, frequencies, rtol=1e-4, atol=_STILL)
-    # DeepSeek's own factor is in the scale of its attention
-    in_attention = YARN_LOGARITHM in ARCHITECTURES[header.architecture].names
+    in_attention = ARCHITECTURES[header.architecture].yarn_in_attention
     if not same or (not in_attention and abs(scaling - scale) > 1e-4):
         raise contradiction(header, f"says {_shown(rope)}, where the configuration has {dict(parameters)}")
 
@@ -164,9 +169,9 @@ class _Names:
         entry = self._tensors[full]
         if (heads := self._permuted(full)) and entry.spec.shape == shape:
             return self._take(full), RowTransform(heads=heads)
-        if (layer is not None and self._known.plus_one(layer[1])) or (layer is None and full == "output_norm.weight" and self._known.plus_one("norm.weight")):
+        if self._known.plus_one(name if layer is None else layer[1]):
             return self._take(full), lambda tensors: tensors[0].float() - 1
-        if entry.spec.shape != shape and math.prod(entry.spec.shape) == math.prod(shape) and _wide(entry.spec.shape) == _wide(shape):
+        if entry.spec.shape != shape and _wide(entry.spec.shape) == _wide(shape):
             return self._take(full), lambda tensors: tensors[0].reshape(shape)
         return self._take(full), None
 
@@ -202,7 +207,9 @@ class _Names:
         if layer is None:
             return []
         prefix, suffix = f"blk.{layer[0]}.ffn_", "bias" if stored.endswith("_bias") else "weight"
-        if stored.startswith("down"):
+        if module.shape.gates == 1 and not stored.startswith("down"):
+            names = {"up": f"{prefix}up_exps.{suffix}"}
+        elif stored.startswith("down"):
             names = {"down": f"{prefix}down_exps.{suffix}"}
         elif f"{prefix}gate_up_exps.{suffix}" in self._tensors:
             names = {"gate_up": f"{prefix}gate_up_exps.{suffix}"}
@@ -229,4 +236,5 @@ def _head(config: Any) -> int:
 
 
 def _wide(shape: Sequence[int]) -> list[int]:
+    """A shape without its axes of one."""
     return [size for size in shape if size != 1]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gguf import GGMLQuantizationType, dequantize
 
 from ...errors import CheckpointError
-from .gguf_architectures import ARCHITECTURES, FREQUENCIES
+from .gguf_architectures import ARCHITECTURES, FREQUENCIES, RopeKeys
 from .gguf_header import REWRITE, Header, Tensor, count, no_number, shortest, tensor_bytes, unsupported
 
 
@@ -82,22 +82,25 @@ class Rope:
         return found if self.factor == 1 else found | {"rope_type": "linear", "factor": self.factor}
 
 
-def rope_of(header: Header, head_dim: int, windows: bool = False) -> Rope:
+def rope_of(header: Header, head_dim: int, layers: str = "") -> Rope:
     """The rotary embedding of the metadata.
 
     Args:
         head_dim: of queries and keys, if no key gives the rotated width.
-        windows: of layers with a sliding window, which may have a base and a width of their own.
+        layers: of these alone, which may have a base and a width of their own; by transformers' name of their kind.
 
     Raises:
         UnsupportedModelError: of an unknown type. CheckpointError: a value is malformed.
     """
+    known = ARCHITECTURES[header.architecture]
+    keys = known.ropes.get(layers, RopeKeys())
     kind = header.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise unsupported(header, "rope.scaling.type", kind)
     key = "rope.scaling.factor" if header.get("rope.scaling.factor") is not None else "rope.scale_linear"
     factor, attention = _number(header, key, 0.0), _number(header, "rope.scaling.attn_factor", 1.0)
     base, dimensions = _number(header, "rope.freq_base", 10000.0), _number(header, "rope.dimension_count", head_dim)
+    base, dimensions = _number(header, keys.base, base), _number(header, keys.width, dimensions)
     original = _number(header, "rope.scaling.original_context_length", 0) or count(header, "context_length")
     sections = header.get("rope.dimension_sections") or []
     if isinstance(sections, list) and any(sections[3:]):  # the fourth position of text is 0, where the others are equal
@@ -105,16 +108,12 @@ def rope_of(header: Header, head_dim: int, windows: bool = False) -> Rope:
     if base <= 1 or factor < 0 or dimensions < 2 or original < 1:
         raise CheckpointError(f"{header.name}: its keys {header.architecture}.rope.* are out of range", REWRITE)
     factor = 1.0 if kind == "none" or factor == 0 else factor
-    divisors = header.tensors.get(FREQUENCIES) if FREQUENCIES in rope_tensors(header) else None
+    if not keys.scaled:
+        kind, factor, attention = "none", 1.0, 1.0
+    divisors = header.tensors.get(FREQUENCIES) if keys.divided and FREQUENCIES in known.rope else None
     factors = () if divisors is None else tuple(float(value) for value in floats(divisors))
     factors = () if all(value == 1 for value in factors) else factors
-    if not windows:
-        return Rope(kind, base, int(dimensions), factor, int(original), attention, factors)
-    base = _number(header, "rope.freq_base_swa", base)
-    dimensions = _number(header, "rope.dimension_count_swa", dimensions)
-    if not ARCHITECTURES[header.architecture].window_scaled:
-        kind, factor, attention = "none", 1.0, 1.0
-    return Rope(kind, base, int(dimensions), factor, int(original), attention)
+    return Rope(kind, base, int(dimensions), factor, int(original), attention, factors)
 
 
 def _number(header: Header, key: str, default: float) -> float:

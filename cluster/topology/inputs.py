@@ -40,7 +40,9 @@ _BYTE_SIZE = TypeAdapter(ByteSize)
 # not `.shared_experts.`: those run for every token; of GGUF files stacked, or one for each expert
 ROUTED = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d+\.")
 _LAYER, _FURTHER = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)mtp(?:\.|_)")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
+_TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts",
+)  # fmt: skip
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 # factors of a layer's running state, by the names that configurations have for them
 _RUNNING = (
@@ -133,6 +135,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     if gguf := bool(gguf_in(model_dir)):
         from ..checkpoints.gguf_header import (  # the package takes 0.2 s
             expert_forms,
+            expert_layers,
             gguf_files,
             published_gguf,
             read_experts,
@@ -140,6 +143,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         )
 
         tensors = typed_tensors(read_experts(gguf_files(model_dir)))
+        layers = expert_layers(tensors)
     else:
         depth = _depth(config, model_dir)
         tensors = {name: what for name, what in (headers(model_dir) or {}).items() if _is_used(name, depth)}

@@ -133,7 +133,8 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
         if type_code(plan.makers[name].targets[name].dtype) != DTYPE_CODES[dtype]:
             raise CheckpointError(f"parameter {name} is not converted to {dtype}", OTHER_CONFIG)
     published = None
-    if checkpoint.gguf is not None or is_published(plan, experts):
+    gated = all(module.shape.gates == 2 for module in experts)  # else a GGUF file's experts are dequantized
+    if gated if checkpoint.gguf is not None else is_published(plan, experts):
         published = tuple(layer_experts(plan, module) for module in experts)
     matrices = dense_matrices(model, plan, dense, aliases)
     head = _plan_head(model, checkpoint)
