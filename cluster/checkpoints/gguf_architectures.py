@@ -45,10 +45,6 @@ class Architecture:
             the first layer has; 0: llama.cpp needs the pattern.
         ropes: kind of layers, by transformers' name -> their rotary embedding, where it is not that of all.
         yarn_in_attention: yarn's factor of sine and cosine is part of the scale of attention.
-        model_type: of transformers; "": the metadata is not a whole configuration.
-        constants: what llama.cpp computes with in every file, by the configuration's names.
-        partial: a part of a head's width may be rotated.
-        tied: a file without an output matrix takes the embedding.
         rope: tensors of the rotary embedding that the file may have.
     """
 
@@ -63,10 +59,6 @@ class Architecture:
     windows: tuple[int, bool] = (0, False)
     ropes: Mapping[str, RopeKeys] = field(default_factory=dict)
     yarn_in_attention: bool = False
-    model_type: str = ""
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    tied: bool = True
-    partial: bool = False
     rope: tuple[str, ...] = ()
 
 
@@ -217,41 +209,35 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
                _SHARED_WIDTH: "shared_expert_intermediate_size"},
         neutral={"expert_weights_norm": (False,)},
-        model_type="qwen2_moe", constants={"norm_topk_prob": False}, tied=False,
     ),
     "qwen3moe": Architecture(
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
         neutral={"expert_weights_norm": (True,)},
-        model_type="qwen3_moe", constants={"norm_topk_prob": True},
     ),
     "qwen3vlmoe": Architecture(  # of text alone, which is Qwen3's
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
         neutral={"expert_weights_norm": (True,)}, shapes=frozenset({"n_deepstack_layers", "rope.dimension_sections"}),
-        model_type="qwen3_moe", constants={"norm_topk_prob": True},
     ),
     "qwen3next": Architecture(
         names={**_HEAD, **DELTA_NET}, layers=_DELTA_NET_LAYERS,
         neutral={"expert_weights_norm": (True,)},
         shapes=frozenset({INTERVAL, "nextn_predict_layers"}),
         tensors=_AFTER_ATTENTION, plus_one=_plus_one,
-        model_type="qwen3_next", constants={"norm_topk_prob": True}, partial=True,
     ),
     "qwen35moe": Architecture(
         names={**_HEAD, **DELTA_NET}, layers=_DELTA_NET_LAYERS,
         neutral={"expert_weights_norm": (True,)},
         shapes=frozenset({INTERVAL, "nextn_predict_layers", "rope.dimension_sections"}),
         tensors=_AFTER_ATTENTION, plus_one=_plus_one,
-        model_type="qwen3_5_moe_text", partial=True,
     ),
     "olmoe": Architecture(
         names={**_HEAD, "expert_count": "num_experts"},
         neutral={"expert_weights_norm": (False,)}, shapes=frozenset({"expert_feed_forward_length"}),
-        model_type="olmoe", constants={"norm_topk_prob": False, "clip_qkv": None}, tied=False,
     ),
     "llama": Architecture(
         names={**_HEAD, "expert_count": "num_local_experts"},
         neutral={"expert_weights_norm": (True,)}, shapes=frozenset({"expert_feed_forward_length"}), permuted=True,
-        model_type="mixtral", constants={"sliding_window": None}, rope=_LONG_ROPE,
+        rope=_LONG_ROPE,
     ),
     "granitemoe": Architecture(
         names={**_HEAD, **_GRANITE}, neutral={"expert_weights_norm": (True,)},

@@ -8,25 +8,21 @@ Llama family, queries, keys and values in one. Every tensor of the file is used,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ...actors.store.format import first_problem
 from ...errors import CheckpointError, UnsupportedModelError
 from .checkpoint import Checkpoint
-from .gguf_architectures import ARCHITECTURES, KNOWN, SHORT_AND_LONG, layer_of, tensor_names
-from .gguf_config import check_config, contradiction
+from .gguf_architectures import layer_of, tensor_names
+from .gguf_check import check_config, check_rope, head_size
 from .gguf_header import REWRITE, Header
+from .gguf_keys import architecture_of
 from .gguf_layouts import layouts
-from .gguf_rope import Rope, floats, rope_of, rope_tensors
 from .matrices import Entry
 from .plan import ExpertsModule, Group, Plan, RowTransform, Transform, target_dtype
-
-_STILL = 1e-20  # a frequency of Gemma-4's that does not turn: 1e-30 in the file
 
 
 def plan_gguf(model: PreTrainedModel, checkpoint: Checkpoint, experts: Sequence[ExpertsModule]) -> Plan:
@@ -39,7 +35,7 @@ def plan_gguf(model: PreTrainedModel, checkpoint: Checkpoint, experts: Sequence[
     assert checkpoint.gguf is not None
     found = _Names(model, checkpoint.gguf, checkpoint)
     check_config(model.config.get_text_config(), checkpoint.gguf)
-    _check_rope(model, checkpoint.gguf)
+    check_rope(model, checkpoint.gguf)
     slots = dict(model.state_dict())
     groups: list[Group] = []
     of_experts = {path: (module, stored) for module in experts for stored, path in module.params.items()}
@@ -74,76 +70,18 @@ def _made_shape(sources: Sequence[tuple[str, Entry]], transform: Transform | Non
         raise CheckpointError(f"the tensors {shapes} do not fit together ({first_problem(error)})", REWRITE) from error
 
 
-def _check_rope(model: PreTrainedModel, header: Header) -> None:
-    """Refuse a model that turns queries and keys by other frequencies than llama.cpp.
-
-    Raises:
-        CheckpointError: config.json has another rotary embedding. UnsupportedModelError: it is not known.
-    """
-    config = model.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    for tensor, name in SHORT_AND_LONG.items():
-        if tensor in header.tensors:
-            values, own = floats(header.tensors[tensor]), np.array(parameters.get(name) or [])
-            if values.shape != own.shape or not np.allclose(values, own, rtol=1e-4):
-                raise contradiction(header, f"has {tensor}, which are not the configuration's {name}")
-    for kind in {type(m) for m in model.modules() if _frequencies(m)}:
-        turned = kind(config)
-        for layers, own in _frequencies(turned).items():
-            rope = rope_of(header, header.get("attention.key_length") or _head(config), layers)
-            scaling = getattr(turned, f"{layers}_attention_scaling".removeprefix("_"))
-            _compare(rope, own, scaling, parameters.get(layers, parameters), header)
-
-
-def _frequencies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The frequencies of a rotary embedding by the kind of layers that they are of; "": of all. Else empty."""
-    found = {name: buffer for name, buffer in module.named_buffers(recurse=False) if name.endswith("inv_freq")}
-    return {
-        name.removesuffix("inv_freq").removesuffix("_"): buffer
-        for name, buffer in found.items()
-        if "original" not in name
-    }
-
-
-def _compare(
-    rope: Rope, turned: torch.Tensor, scaling: float, parameters: Mapping[str, Any], header: Header
-) -> None:
-    """Compare the rotary embedding of a file with a module's. turned: its frequencies. Raises as `_check_rope`."""
-    frequencies, scale = rope.frequencies(truncate=parameters.get("truncate", True))
-    if rope.kind == "longrope":  # short or long ones by the length
-        return
-    own = turned.double().numpy()
-    same = own.shape == frequencies.shape and np.allclose(own, frequencies, rtol=1e-4, atol=_STILL)
-    in_attention = ARCHITECTURES[header.architecture].yarn_in_attention
-    if not same or (not in_attention and abs(scaling - scale) > 1e-4):
-        raise contradiction(header, f"says {_shown(rope)}, where the configuration has {dict(parameters)}")
-
-
-def _shown(rope: Rope) -> str:
-    parts = {"dimension_count": rope.dimensions, "freq_base": rope.base, "scaling.type": rope.kind,
-             "scaling.factor": rope.factor, "scaling.original_context_length": rope.original,
-             "scaling.attn_factor": rope.attention}  # fmt: skip
-    own = ", rope_freqs.weight" if rope.factors else ""
-    return ", ".join(f"rope.{name} = {value}" for name, value in parts.items()) + own
-
-
 class _Names:
     """Finds the tensors of a file by a model's names."""
 
     def __init__(self, model: PreTrainedModel, header: Header, checkpoint: Checkpoint) -> None:
         self._tensors, self._config, self._header = checkpoint.tensors, model.config.get_text_config(), header
         self._architecture, self._used = header.architecture, set[str]()
-        if self._architecture not in KNOWN:
-            raise UnsupportedModelError(
-                f"GGUF files of architecture {self._architecture} are not supported",
-                f"use one of {', '.join(KNOWN)}, or the model's safetensors form",
-            )
-        self._known = ARCHITECTURES[self._architecture]
+        self._known = architecture_of(header)
         self._layouts = layouts(self._architecture, self._config)
 
     def refuse_unused(self) -> None:
         """Raise UnsupportedModelError: a tensor is not used; but those of further layers for drafts, as elsewhere."""
-        for name in sorted(self._tensors.keys() - self._used - set(rope_tensors(self._header))):
+        for name in sorted(self._tensors.keys() - self._used - set(self._known.rope)):
             if not self._header.is_draft(name):
                 raise UnsupportedModelError(
                     f"{self._header.name} has the tensor {name!r}, which the model does not have",
@@ -194,7 +132,7 @@ class _Names:
         joined = "" if match is None else f"{match[1]}qkv.{match[3]}"
         if match is None or joined not in self._tensors:
             return None
-        config, head = self._config, _head(self._config)
+        config, head = self._config, head_size(self._config)
         rows = {"q": config.num_attention_heads * head, **dict.fromkeys("kv", config.num_key_value_heads * head)}
         first = sum(rows[part] for part in "qkv"[: "qkv".index(match[2])])
         if self._tensors[joined].spec.shape != (sum(rows.values()), *shape[1:]):
@@ -228,11 +166,6 @@ class _Names:
             lacking = missing[0] if len(missing) < len(names) else stack
             raise CheckpointError(f"{self._header.name} lacks the tensor {lacking!r}", REWRITE)
         return names
-
-
-def _head(config: Any) -> int:
-    """The size of a head of attention."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _wide(shape: Sequence[int]) -> list[int]:

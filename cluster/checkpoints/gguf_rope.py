@@ -123,12 +123,6 @@ def _number(header: Header, key: str, default: float) -> float:
     return shortest(value)
 
 
-def rope_tensors(header: Header) -> tuple[str, ...]:
-    """Names of the tensors of a rotary embedding that a file of the architecture may have."""
-    known = ARCHITECTURES.get(header.architecture)
-    return () if known is None else known.rope
-
-
 def floats(tensor: Tensor) -> NDArray[np.float32]:
     """The numbers of a small tensor. Raises CheckpointError: unreadable."""
     nbytes = tensor_bytes(tensor.path.name, tensor.shape, tensor.kind)
