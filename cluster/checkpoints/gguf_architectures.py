@@ -45,6 +45,7 @@ class Architecture:
             the first layer has; 0: llama.cpp needs the pattern.
         ropes: kind of layers, by transformers' name -> their rotary embedding, where it is not that of all.
         yarn_in_attention: yarn's factor of sine and cosine is part of the scale of attention.
+        fixed: what llama.cpp computes with in every file, by the configuration's names.
         rope: tensors of the rotary embedding that the file may have.
     """
 
@@ -59,6 +60,7 @@ class Architecture:
     windows: tuple[int, bool] = (0, False)
     ropes: Mapping[str, RopeKeys] = field(default_factory=dict)
     yarn_in_attention: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     rope: tuple[str, ...] = ()
 
 
@@ -209,20 +211,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
                _SHARED_WIDTH: "shared_expert_intermediate_size"},
         neutral={"expert_weights_norm": (False,)},
+        fixed={"norm_topk_prob": False},
     ),
     "qwen3moe": Architecture(
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
         neutral={"expert_weights_norm": (True,)},
+        fixed={"norm_topk_prob": True},
     ),
     "qwen3vlmoe": Architecture(  # of text alone, which is Qwen3's
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
         neutral={"expert_weights_norm": (True,)}, shapes=frozenset({"n_deepstack_layers", "rope.dimension_sections"}),
+        fixed={"norm_topk_prob": True},
     ),
     "qwen3next": Architecture(
         names={**_HEAD, **DELTA_NET}, layers=_DELTA_NET_LAYERS,
         neutral={"expert_weights_norm": (True,)},
         shapes=frozenset({INTERVAL, "nextn_predict_layers"}),
         tensors=_AFTER_ATTENTION, plus_one=_plus_one,
+        fixed={"norm_topk_prob": True},
     ),
     "qwen35moe": Architecture(
         names={**_HEAD, **DELTA_NET}, layers=_DELTA_NET_LAYERS,
@@ -233,11 +239,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmoe": Architecture(
         names={**_HEAD, "expert_count": "num_experts"},
         neutral={"expert_weights_norm": (False,)}, shapes=frozenset({"expert_feed_forward_length"}),
+        fixed={"norm_topk_prob": False, "clip_qkv": None},
     ),
     "llama": Architecture(
         names={**_HEAD, "expert_count": "num_local_experts"},
         neutral={"expert_weights_norm": (True,)}, shapes=frozenset({"expert_feed_forward_length"}), permuted=True,
         rope=_LONG_ROPE,
+        fixed={"sliding_window": None},
     ),
     "granitemoe": Architecture(
         names={**_HEAD, **_GRANITE}, neutral={"expert_weights_norm": (True,)},
@@ -430,6 +438,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             for part, name in {"hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up",
                                "block_inject_weight": "inject"}.items()
         } | {"self_attn.indexer.q_layernorm": "indexer.q_norm", "self_attn.indexer.k_layernorm": "indexer.k_norm"},
+        fixed={"norm_topk_prob": True, "output_gate_type": "sigmoid"},
     ),
     "kimi-linear": Architecture(
         names={**_MLA, "expert_count": "num_experts", "expert_used_count": "num_experts_per_token",

@@ -37,6 +37,10 @@ def check_config(config: Any, header: Header) -> None:
     known = architecture_of(header)
     values = values_of(header, known)
     _check_layers(config, header, known)
+    for name, value in known.fixed.items():
+        if hasattr(config, name) and not is_equal(value, getattr(config, name)):
+            said = f"means {name} = {value}, as every file of {header.architecture}"
+            raise contradiction(header, f"{said}, where the configuration has {getattr(config, name)}")
     for key, value in {**known.absent, **values}.items():
         of = names_of(known).get(key)
         if of is None:

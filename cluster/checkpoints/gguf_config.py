@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointError, UnsupportedModelError
@@ -22,14 +22,12 @@ class _Whole:
 
     Attributes:
         model_type: of transformers.
-        constants: what llama.cpp computes with in every file, by the configuration's names.
         more: what else the file says, of its header and the configuration so far.
         tied: a file without an output matrix takes the embedding.
         partial: a part of a head's width may be rotated.
     """
 
     model_type: str
-    constants: Mapping[str, Any] = field(default_factory=dict)
     more: Callable[[Header, Config], Config] = lambda header, config: {}
     tied: bool = True
     partial: bool = False
@@ -49,7 +47,7 @@ def config_of(header: Header) -> Config:
             "the metadata is not a whole configuration",
             "put the model's config.json and tokenizer.json beside it",
         )
-    config: Config = {"model_type": whole.model_type, "dtype": _dtype(header), **whole.constants}
+    config: Config = {"model_type": whole.model_type, "dtype": _dtype(header), **known.fixed}
     for key, value in {**known.absent, **values_of(header, known)}.items():
         name = names_of(known).get(key)
         value = value or 1.0 if key == "expert_weights_scale" else value
@@ -286,21 +284,21 @@ def _granite(header: Header, config: Config) -> Config:
 
 
 _WHOLE: Mapping[str, _Whole] = {
-    "qwen2moe": _Whole("qwen2_moe", {"norm_topk_prob": False}, _qwen, tied=False),
-    "qwen3moe": _Whole("qwen3_moe", {"norm_topk_prob": True}, _qwen),
-    "qwen3vlmoe": _Whole("qwen3_moe", {"norm_topk_prob": True}, _qwen),
-    "qwen3next": _Whole("qwen3_next", {"norm_topk_prob": True}, _delta_net, partial=True),
-    "qwen35moe": _Whole("qwen3_5_moe_text", {}, _delta_net, partial=True),
-    "olmoe": _Whole("olmoe", {"norm_topk_prob": False, "clip_qkv": None}, tied=False),
-    "llama": _Whole("mixtral", {"sliding_window": None}),
-    "deepseek2": _Whole("deepseek_v3", {}, _latent),
-    "glm4moe": _Whole("glm4_moe", {}, _glm, partial=True),
-    "gpt-oss": _Whole("gpt_oss", {}, _gpt_oss),
-    "minimax-m2": _Whole("minimax_m2", {}, _minimax, partial=True),
-    "gemma4": _Whole("gemma4_text", {}, _gemma),
-    "kimi-linear": _Whole("kimi_linear", {}, _kimi),
-    "nemotron_h_moe": _Whole("nemotron_h", {}, _nemotron),
-    "lfm2moe": _Whole("lfm2_moe", {}, _lfm2),
-    "dots1": _Whole("dots1", {}, _first_dense),
-    "hunyuan-moe": _Whole("hunyuan_v1_moe", {}, _hunyuan),
+    "qwen2moe": _Whole("qwen2_moe", _qwen, tied=False),
+    "qwen3moe": _Whole("qwen3_moe", _qwen),
+    "qwen3vlmoe": _Whole("qwen3_moe", _qwen),
+    "qwen3next": _Whole("qwen3_next", _delta_net, partial=True),
+    "qwen35moe": _Whole("qwen3_5_moe_text", _delta_net, partial=True),
+    "olmoe": _Whole("olmoe", tied=False),
+    "llama": _Whole("mixtral"),
+    "deepseek2": _Whole("deepseek_v3", _latent),
+    "glm4moe": _Whole("glm4_moe", _glm, partial=True),
+    "gpt-oss": _Whole("gpt_oss", _gpt_oss),
+    "minimax-m2": _Whole("minimax_m2", _minimax, partial=True),
+    "gemma4": _Whole("gemma4_text", _gemma),
+    "kimi-linear": _Whole("kimi_linear", _kimi),
+    "nemotron_h_moe": _Whole("nemotron_h", _nemotron),
+    "lfm2moe": _Whole("lfm2_moe", _lfm2),
+    "dots1": _Whole("dots1", _first_dense),
+    "hunyuan-moe": _Whole("hunyuan_v1_moe", _hunyuan),
 }
