@@ -37,7 +37,8 @@ class Architecture:
         layers: key with a value for each layer -> what makes them of a configuration.
         neutral: key -> values that llama.cpp computes with as if the key were absent.
         shapes: keys that only give sizes, which the tensors have, too.
-        absent: key -> the value that llama.cpp uses if the key is absent; of `layers`, that of each layer.
+        absent: key -> the value that llama.cpp uses if the key is absent, or what makes it of the header; of `layers`,
+            that of each layer.
         tensors: parameter -> tensor, where it is not as in most architectures (`_LAYER`).
         plus_one: whether the file has norms with one added, by the parameter's name in its layer.
         permuted: the rows of queries and keys have the halves of a head's rotation side by side.
@@ -77,9 +78,9 @@ ROPE = (
     "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
     "rope.scaling.original_context_length", "rope.scaling.attn_factor",
 )  # fmt: skip
-WINDOWS, RECURRENT, INTERVAL = "attention.sliding_window_pattern", "attention.recurrent_layers", "full_attention_interval"
+WINDOWS, RECURRENT = "attention.sliding_window_pattern", "attention.recurrent_layers"
+INTERVAL = "full_attention_interval"  # of linear attention, if there is no `RECURRENT`
 _OF_WINDOWS = ("rope.freq_base_swa", "rope.dimension_count_swa")
-_SCALED_WINDOWS = {"sliding_attention": RopeKeys(*_OF_WINDOWS, divided=False)}
 _PLAIN_WINDOWS = {"sliding_attention": RopeKeys(*_OF_WINDOWS, scaled=False, divided=False)}
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,), "pooling_type": (0,), "nextn_predict_layers": (0,), "leading_dense_block_count": (0,),
@@ -178,6 +179,13 @@ def _head_of(kind: str) -> Callable[[Any], int | None]:
     return found
 
 
+def _scores_of_deepseek(header: Any) -> int:
+    """Softmax, as of V2; but of GLM-4.7-Flash, whose first files do not say so."""
+    embedding = header.tensors.get("token_embd.weight")
+    flash = header.get("block_count") in (47, 48) and embedding is not None and embedding.shape[0] == 154880
+    return 2 if flash else 1
+
+
 def _dense_first(config: Any) -> int:
     """Layers with a dense feed-forward before those with experts; -1: they are elsewhere, too."""
     kinds = [kind == "dense" for kind in config.mlp_layer_types]
@@ -271,7 +279,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         names={**_ROUTING, **_MLA, "expert_count": "n_routed_experts", _YARN_LOGARITHM: _yarn_logarithm,
                "expert_gating_func": lambda config: 1 if config.model_type == "deepseek_v2" else 2},
         neutral={"expert_gating_func": ()},
-        yarn_in_attention=True, shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent=_PLAIN_ROUTING,
+        yarn_in_attention=True, shapes=frozenset({*_LATER, *_MLA_SHAPES}),
+        absent={**_PLAIN_ROUTING, "expert_gating_func": _scores_of_deepseek},
     ),
     "deepseek32": Architecture(
         names={**_ROUTING, **_MLA, **_INDEXER, "expert_count": "n_routed_experts", _YARN_LOGARITHM: _yarn_logarithm},
@@ -280,7 +289,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "glm-dsa": Architecture(
         names={**_ROUTING, **_MLA, **_INDEXER, "expert_count": "n_routed_experts", _YARN_LOGARITHM: _yarn_logarithm},
         layers={"attention.indexer.types": _indexers}, neutral={"expert_gating_func": (0, 2)},
-        yarn_in_attention=True, shapes=frozenset({*_LATER, *_MLA_SHAPES}), absent={**_PLAIN_ROUTING, "attention.indexer.types": True},
+        yarn_in_attention=True, shapes=frozenset({*_LATER, *_MLA_SHAPES}),
+        absent={**_PLAIN_ROUTING, "attention.indexer.types": True},
     ),
     "mistral4": Architecture(
         names={**_ROUTING, **_MLA, "expert_count": "n_routed_experts", _YARN_LOGARITHM: _yarn_logarithm},
@@ -294,7 +304,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(
         names={**_HEAD, "expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size",
                "attention.sliding_window": "sliding_window", "rope.freq_base_swa": _base_of_windows},
-        layers={WINDOWS: _windows}, neutral={"expert_gating_func": (1, 3)}, tensors=_AFTER_ATTENTION, windows=(2, False),
+        layers={WINDOWS: _windows}, neutral={"expert_gating_func": (1, 3)}, tensors=_AFTER_ATTENTION,
+        windows=(2, False),
     ),
     "minimax-m2": Architecture(
         names={**_HEAD, "expert_count": "num_local_experts"},
@@ -322,7 +333,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers={WINDOWS: _windows,
                 "attention.head_count_kv": lambda config: [one.num_key_value_heads for one in config.per_layer_config],
                 },
-        shapes=frozenset(_OF_WINDOWS), absent={"final_logit_softcapping": None}, ropes=_PLAIN_WINDOWS, rope=(FREQUENCIES,),
+        shapes=frozenset(_OF_WINDOWS), absent={"final_logit_softcapping": None}, ropes=_PLAIN_WINDOWS,
+        rope=(FREQUENCIES,),
         tensors={
             **_AFTER_ATTENTION, "layer_scalar": "layer_output_scale.weight", "pre_feedforward_layernorm": "ffn_norm",
             "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
@@ -344,7 +356,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "hy_v3": Architecture(
         names={**_HEAD, "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
                "expert_weights_scale": "router_scaling_factor"},
-        neutral={"expert_gating_func": (0, 2), "expert_weights_norm": (True,)}, shapes=frozenset({*_LATER, _SHARED_WIDTH}),
+        neutral={"expert_gating_func": (0, 2), "expert_weights_norm": (True,)},
+        shapes=frozenset({*_LATER, _SHARED_WIDTH}),
         absent={"expert_weights_scale": 1.0, "expert_weights_norm": False},
     ),
     "ernie4_5-moe": Architecture(
@@ -388,7 +401,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
                _SHARED_WIDTH: "shared_expert_intermediate_size", "leading_dense_block_count": _dense_first},
         layers={WINDOWS: _windows,
                 "attention.head_count": lambda config: config.num_attention_heads_per_layer},
-        neutral={"expert_gating_func": (0, 2), "expert_weights_norm": (True,)}, shapes=frozenset({"expert_shared_count", *_OF_WINDOWS}),
+        neutral={"expert_gating_func": (0, 2), "expert_weights_norm": (True,)},
+        shapes=frozenset({"expert_shared_count", *_OF_WINDOWS}),
         absent={"expert_weights_scale": 1.0, "expert_weights_norm": False},
         windows=(4, True), tensors={"self_attn.g_proj": "attn_gate"}, ropes=_PLAIN_WINDOWS,
     ),
@@ -396,7 +410,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         names={**_HEAD, "expert_count": "num_local_experts", "expert_feed_forward_length": "moe_intermediate_size",
                "attention.sliding_window": "sliding_window", "expert_weights_norm": "norm_topk_prob"},
         layers={WINDOWS: _windows}, windows=(4, False), absent={"expert_weights_norm": True},
-        shapes=frozenset(_OF_WINDOWS), ropes=_SCALED_WINDOWS,
+        shapes=frozenset(_OF_WINDOWS), ropes=_PLAIN_WINDOWS,
     ),
     "mimo2": Architecture(
         names={**_ROUTING, "expert_count": "n_routed_experts", "expert_feed_forward_length": "moe_intermediate_size",
@@ -480,11 +494,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layers={"swiglu_clamp_exp": _each("swiglu_limit"), "swiglu_clamp_shexp": _each("swiglu_limit"),
                 "attention.compress_ratios": lambda config: [
                     config.compress_rates.get(kind, 0) for kind in config.layer_types]},
-        neutral={"expert_gating_func": ()}, yarn_in_attention=True, shapes=frozenset({"embedding_length_out", _COMPRESSED_BASE}),
+        neutral={"expert_gating_func": ()}, yarn_in_attention=True,
+        shapes=frozenset({"embedding_length_out", _COMPRESSED_BASE}),
         ropes={"main": RopeKeys(scaled=False), "compress": RopeKeys(_COMPRESSED_BASE)},
         tensors={
             **_HYPER_TENSORS, "mlp.gate.tid2eid": "ffn_gate_tid2eid.weight",
-            "self_attn.q_a_norm": "attn_q_a_norm", "self_attn.kv_proj": "attn_kv", "self_attn.kv_norm": "attn_kv_a_norm",
+            "self_attn.q_a_norm": "attn_q_a_norm", "self_attn.kv_proj": "attn_kv",
+            "self_attn.kv_norm": "attn_kv_a_norm",
             "self_attn.o_a_proj": "attn_output_a", "self_attn.o_b_proj": "attn_output_b",
             **{f"self_attn.compressor.{path}{part}": f"{to}{name}"
                for path, to in {"": "attn_compressor_", "indexer.": "indexer_compressor_"}.items()
@@ -495,8 +511,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
     "nemotron_h_moe": Architecture(
-        names={**_HEAD, **_ROUTING, "expert_count": "n_routed_experts", "attention.layer_norm_epsilon": "norm_eps",
-               "attention.layer_norm_rms_epsilon": "norm_eps",
+        names={**_HEAD, **_ROUTING, "expert_count": "n_routed_experts",
+               "attention.layer_norm_epsilon": "layer_norm_epsilon",
+               "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
                "expert_feed_forward_length": "moe_intermediate_size",
                _SHARED_WIDTH: "moe_shared_expert_intermediate_size", "expert_shared_count": "n_shared_experts",
                "moe_latent_size": "moe_latent_size", "ssm.conv_kernel": "conv_kernel",

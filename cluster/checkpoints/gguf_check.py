@@ -1,4 +1,4 @@
-"""A model's configuration, of whatever source, against the metadata of its GGUF file: llama.cpp computes with the file's."""
+"""A model's configuration, of whatever source, against the metadata of its GGUF file, with which llama.cpp computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...errors import CheckpointError
 from .gguf_architectures import SHORT_AND_LONG, Architecture
 from .gguf_config import is_whole
 from .gguf_header import Header
-from .gguf_keys import architecture_of, is_equal, is_neutral, layer_values, names_of, values_of
+from .gguf_keys import absent_of, architecture_of, is_equal, is_neutral, layer_values, names_of, values_of
 from .gguf_rope import Rope, floats, rope_of
 
 _STILL = 1e-20  # a frequency of Gemma-4's that does not turn: 1e-30 in the file
@@ -41,7 +41,7 @@ def check_config(config: Any, header: Header) -> None:
         if hasattr(config, name) and not is_equal(value, getattr(config, name)):
             said = f"means {name} = {value}, as every file of {header.architecture}"
             raise contradiction(header, f"{said}, where the configuration has {getattr(config, name)}")
-    for key, value in {**known.absent, **values}.items():
+    for key, value in {**absent_of(header, known), **values}.items():
         of = names_of(known).get(key)
         if of is None:
             if key not in known.layers and header.get(key) is None and not is_neutral(known, key, value):
@@ -73,7 +73,8 @@ def _check_layers(config: Any, header: Header, known: Architecture) -> None:
 
 def contradiction(header: Header, what: str) -> CheckpointError:
     """The refusal of a config.json that is not its file's."""
-    remedy = "remove config.json: the metadata is a whole configuration" if is_whole(header) else "put the model's own beside it"
+    whole, own = "remove config.json: the metadata is a whole configuration", "put the model's own beside it"
+    remedy = whole if is_whole(header) else own
     return CheckpointError(f"config.json does not belong to {header.name}: the file {what}", remedy)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import CheckpointError, UnsupportedModelError
 from .gguf_architectures import DELTA_NET, RECURRENT, WINDOWS
 from .gguf_header import REWRITE, Header, count, unsupported
-from .gguf_keys import architecture_of, layer_values, names_of, values_of
+from .gguf_keys import absent_of, architecture_of, layer_values, names_of, values_of
 from .gguf_rope import Rope, rope_of
 
 Config = dict[str, Any]
@@ -48,7 +48,7 @@ def config_of(header: Header) -> Config:
             "put the model's config.json and tokenizer.json beside it",
         )
     config: Config = {"model_type": whole.model_type, "dtype": _dtype(header), **known.fixed}
-    for key, value in {**known.absent, **values_of(header, known)}.items():
+    for key, value in {**absent_of(header, known), **values_of(header, known)}.items():
         name = names_of(known).get(key)
         value = value or 1.0 if key == "expert_weights_scale" else value
         if isinstance(name, str) and config.setdefault(name, value) != value:
@@ -169,7 +169,8 @@ def _latent(header: Header, config: Config) -> Config:
     if softmax:
         found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
     rope = rope_of(header, rotated)
-    return found | {"rope_parameters": _yarn_of_latent(rope, header) if rope.kind == "yarn" else rope.parameters(header)}
+    parameters = _yarn_of_latent(rope, header) if rope.kind == "yarn" else rope.parameters(header)
+    return found | {"rope_parameters": parameters}
 
 
 def _length(header: Header, part: str) -> int:
@@ -277,10 +278,6 @@ def _kimi(header: Header, config: Config) -> Config:
         "num_shared_experts": header.get("expert_shared_count", 0), "n_routed_experts": config["num_experts"],
         "rope_parameters": None,
     }  # fmt: skip
-
-
-def _granite(header: Header, config: Config) -> Config:
-    return {"model_type": "granitemoeshared", "shared_intermediate_size": header.get("expert_shared_feed_forward_length", 0)}
 
 
 _WHOLE: Mapping[str, _Whole] = {

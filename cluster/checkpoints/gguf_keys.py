@@ -32,6 +32,11 @@ def architecture_of(header: Header) -> Architecture:
     return ARCHITECTURES[header.architecture]
 
 
+def absent_of(header: Header, known: Architecture) -> dict[str, Any]:
+    """key -> the value that llama.cpp uses if the key is absent."""
+    return {key: value(header) if callable(value) else value for key, value in known.absent.items()}
+
+
 def names_of(known: Architecture) -> dict[str, Of]:
     """key -> the configuration's name for it, of keys with one value."""
     return {key: of for key, of in {**COMMON, **known.names}.items() if key not in known.layers}
@@ -75,7 +80,7 @@ def layer_values(key: str, header: Header, known: Architecture, layers: int) -> 
         value = [bool(every == 0 or (layer if first else layer + 1) % every) for layer in every_layer]
     if value is None and key not in known.absent:
         return None
-    value = known.absent.get(key) if value is None else value
+    value = absent_of(header, known)[key] if value is None else value
     return [shortest(one) for one in value[:layers]] if isinstance(value, list) else [shortest(value)] * layers
 
 
@@ -95,6 +100,6 @@ def _scalar(header: Header, key: str, value: Any) -> Any:
 
 def is_equal(one: Any, other: Any) -> bool:
     """Whether two values are one, but for what 32 bits round."""
-    if isinstance(one, float) or isinstance(other, float):
-        return other is not None and math.isclose(one, other, rel_tol=1e-5)
+    if None not in (one, other) and (isinstance(one, float) or isinstance(other, float)):
+        return math.isclose(one, other, rel_tol=1e-5)
     return bool(one == other)

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter changes of a layer's tensors, undone, for architectures whose layers are more than matrices.
+"""What llama.cpp's converter changes of a layer's tensors, undone, where layers are more than matrices.
 
 A layout is, by a parameter's name in its layer, the names of the tensors that make it and how. Rules of the converter:
 
@@ -27,7 +27,7 @@ def layouts(architecture: str, config: Any) -> Layouts:
 
     A file that lacks the tensors may have the parameter under its plain name.
     """
-    found: dict[str, tuple[tuple[str, ...], _Make]] = {"self_attn.kv_b_proj.weight": (_KEYS_AND_VALUES, _keys_and_values)}
+    found = {"self_attn.kv_b_proj.weight": (_KEYS_AND_VALUES, _keys_and_values)}
     for part in _PARTS.get(architecture, ()):
         found |= part(architecture, config)
     return found
