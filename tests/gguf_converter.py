@@ -117,19 +117,20 @@ _YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast
          "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
 _DENSE = {r"block_sparse_moe\.((gate|up|down)_proj)": r"mlp.\1"}
-_HYPER = {r"hc_pre\.hc_head": "hc_head", r"hc_pre\.(hc_(?:attn|mlp)_layer)": r"\1.hc_pre",
-          r"(mlp|shared_experts)\.linear_gate": r"\1.gate_proj"}  # fmt: skip
 _ROOTS = {r"^model\.": "", "embed_tokens": "embed", r"attn\.norm\.": "attn.kv_norm.", r"hc_head\.hc_": "hc_head_"}
+_QWEN4 = {
+    "output_gate_type": "sigmoid", "hc_lowrank": 8, "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "rope_parameters": {**_ROTARY, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+}  # fmt: skip
+_NGRAMS = {"ple_layer_ids": [2], "ngram_vocab_size_base": 50, "heads_per_ngram": 2, "split_ngram_parts": 2,
+           "make_ngram_vocab_size_divisible_by": 8, "ple_embed_dim": 32}  # fmt: skip
 CASES: dict[str, Case] = {
     "qwen3next": Case("qwen3_next", beside=False),
     "qwen35moe": Case("qwen3_5_moe", beside=False),
     "qwen3vlmoe": Case("qwen3_vl_moe", transposed=True, beside=False),
-    "qwen4exp": Case(
-        "qwen4_exp", {"output_gate_type": "sigmoid", "hc_lowrank": 8, "num_hidden_layers": 4,
-                      "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-                      "rope_parameters": {**_ROTARY, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
-        _plain_attention,
-    ),
+    "qwen4exp": Case("qwen4_exp", _QWEN4, _plain_attention),
+    "qwen4exp with a table of n-grams": Case("qwen4_exp", {**_QWEN4, **_NGRAMS}, _plain_attention),
     "glm4moe": Case("glm4_moe", beside=False),
     "glm4moe of GLM-4.5V": Case("glm4v_moe", beside=False),
     "glm4moe of Solar Open": Case("solar_open", fields=_solar, beside=False),
@@ -160,7 +161,6 @@ CASES: dict[str, Case] = {
     "lfm2moe": Case("lfm2_moe", {"tie_word_embeddings": True}, beside=False),
     "hunyuan-moe": Case("hunyuan_v1_moe", fields=_hunyuan, beside=False),
     "hy_v3": Case("hy_v3"),
-    "hy_v4": Case("hy_v4", {"index_head_dim": 16}, names=_HYPER),
     "ernie4_5-moe": Case("ernie4_5_moe"),
     "dots1": Case("dots1", {"num_key_value_heads": 4}, beside=False),
     "afmoe": Case(

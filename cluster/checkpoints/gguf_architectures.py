@@ -40,6 +40,7 @@ class Architecture:
         absent: key -> the value that llama.cpp uses if the key is absent, or what makes it of the header; of `layers`,
             that of each layer.
         tensors: parameter -> tensor, where it is not as in most architectures (`_LAYER`).
+        numbers: parameter -> key with its numbers, where a file has no tensor for it.
         plus_one: whether the file has norms with one added, by the parameter's name in its layer.
         permuted: the rows of queries and keys have the halves of a head's rotation side by side.
         windows: without a pattern, every so manieth layer has full attention, the others a sliding window; and whether
@@ -56,6 +57,7 @@ class Architecture:
     shapes: frozenset[str] = frozenset()
     absent: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
     plus_one: Callable[[str], bool] = lambda name: False
     permuted: bool = False
     windows: tuple[int, bool] = (0, False)
@@ -186,6 +188,12 @@ def _scores_of_deepseek(header: Any) -> int:
     return 2 if flash else 1
 
 
+def _last_end(config: Any) -> int:
+    """The end of a text as the converter takes it for n-grams: the last of several."""
+    ends = config.eos_token_id
+    return int(ends[-1] if isinstance(ends, list) else ends)
+
+
 def _dense_first(config: Any) -> int:
     """Layers with a dense feed-forward before those with experts; -1: they are elsewhere, too."""
     kinds = [kind == "dense" for kind in config.mlp_layer_types]
@@ -205,9 +213,15 @@ DELTA_NET: Mapping[str, Of] = {
     "ssm.inner_size": lambda config: config.linear_num_value_heads * config.linear_value_head_dim,
 }  # fmt: skip
 
+_NGRAM_NUMBERS = {
+    "ple.ple_embedding.layer_multipliers": "ple.layer_multipliers",
+    "ple.ple_embedding.ngram_heads_offsets": "ple.head_offsets",
+    "ple.ple_embedding.ngram_heads_vocab_sizes": "ple.head_vocab_sizes",
+}
+
 
 def _plus_one(name: str) -> bool:
-    return name.endswith("norm.weight") and name != "linear_attn.norm.weight"
+    return (name.endswith("norm.weight") and name != "linear_attn.norm.weight") or name.startswith("ple.norm_")
 
 
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
@@ -439,19 +453,25 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen4exp": Architecture(
         names={**_HEAD, **DELTA_NET, "hyper_connection.count": "hc_count",
                "hyper_connection.low_rank": "hc_lowrank", "attention.indexer.head_count": "indexer_n_heads",
-               "attention.indexer.key_length": "indexer_head_dim", "attention.indexer.top_k": "indexer_budget"},
-        layers={**_DELTA_NET_LAYERS,
+               "attention.indexer.key_length": "indexer_head_dim", "attention.indexer.top_k": "indexer_budget",
+               "ple.ngram_size": "ngram_size", "ple.heads_per_ngram": "heads_per_ngram",
+               "ple.conv_kernel": "ple_conv_kernel_size", "ple.eos_token_id": _last_end},
+        layers={**_DELTA_NET_LAYERS, "ple.layers": lambda config: [number - 1 for number in config.ple_layer_ids],
                 "attention.compress_ratios": lambda config: [
                     0 if linear else config.indexer_compress_ratio for linear in _linear(config)]},
         neutral={"expert_weights_norm": (True,)},
-        shapes=frozenset({INTERVAL, "nextn_predict_layers", "rope.dimension_sections"}),
-        plus_one=_plus_one,
+        shapes=frozenset({INTERVAL, "nextn_predict_layers", "rope.dimension_sections", "ple.image_token_id",
+                          "embedding_length_per_layer_input", *_NGRAM_NUMBERS.values()}),
+        absent={"ple.layers": []}, plus_one=_plus_one, numbers=_NGRAM_NUMBERS,
         tensors={
             f"{of}_hyper_connection.{part}": f"hc_{to}_{name}"
             for of, to in {"attn": "attn", "mlp": "ffn"}.items()
             for part, name in {"hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up",
                                "block_inject_weight": "inject"}.items()
-        } | {"self_attn.indexer.q_layernorm": "indexer.q_norm", "self_attn.indexer.k_layernorm": "indexer.k_norm"},
+        } | {"self_attn.indexer.q_layernorm": "indexer.q_norm", "self_attn.indexer.k_layernorm": "indexer.k_norm",
+             "ple.key_proj": "ple_key", "ple.value_proj": "ple_value",
+             **{f"ple.norm_{part}": f"ple_norm_{part}" for part in ("key", "query", "conv")},
+             "ple.ple_embedding.ngram_embedding": "per_layer_token_embd"},
         fixed={"norm_topk_prob": True, "output_gate_type": "sigmoid"},
     ),
     "kimi-linear": Architecture(
@@ -474,14 +494,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         shapes=frozenset({*_LATER, *_MLA_SHAPES}),
         absent={**_PLAIN_ROUTING, "attention.indexer.types": True, "swiglu_clamp_exp": None},
         tensors=_HYPER_TENSORS,
-    ),
-    "hy_v4": Architecture(
-        names={**_ROUTING, **_MLA, **_INDEXER, "expert_count": "n_routed_experts", "hyper_connection.count": "hc_mult",
-               "hyper_connection.epsilon": "hc_eps", "hyper_connection.magnitude": "hc_magnitude"},
-        layers={"attention.indexer.types": _indexers, "swiglu_clamp_exp": _each("swiglu_limit")},
-        neutral={"expert_gating_func": (2,)}, shapes=frozenset({*_LATER, *_MLA_SHAPES}),
-        absent={**_PLAIN_ROUTING, "swiglu_clamp_exp": None},
-        tensors={**_HYPER_TENSORS, "self_attn.gate_proj": "attn_gate"},
     ),
     "deepseek4": Architecture(
         names={**_HEAD, **_ROUTING, **_INDEXER, **_HYPER, "expert_count": "n_routed_experts",
@@ -614,4 +626,6 @@ def tensor_names(architecture: str, parameter: str) -> list[str]:
         if base not in table:
             return []
         found = f"{table[base]}.{suffix}"
+    if found.startswith("per_layer_"):  # of the whole model, whichever layer looks it up
+        prefix = ""
     return [prefix + name for name in (found, _SAME.get(found)) if name is not None]

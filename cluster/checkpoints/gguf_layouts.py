@@ -126,12 +126,16 @@ def _joined_ffn(architecture: str, config: Any) -> Layouts:
     }
 
 
-def _joined_indexer(architecture: str, config: Any) -> Layouts:
-    return {"self_attn.indexer.index_qk_proj.weight": (("indexer.q_proj.weight", "indexer.k_proj.weight"), _joined)}
+def _sparse(architecture: str, config: Any) -> Layouts:
+    """Of Qwen4: queries and keys of the index in one, and the convolution over n-grams."""
+    return {
+        "self_attn.indexer.index_qk_proj.weight": (("indexer.q_proj.weight", "indexer.k_proj.weight"), _joined),
+        "ple.conv1d.weight": (("ple_conv1d.weight",), _channel),
+    }
 
 
 _PARTS: Mapping[str, tuple[Callable[[str, Any], Layouts], ...]] = {
-    "qwen3next": (_delta_net,), "qwen35moe": (_delta_net,), "qwen4exp": (_delta_net, _joined_indexer),
+    "qwen3next": (_delta_net,), "qwen35moe": (_delta_net,), "qwen4exp": (_delta_net, _sparse),
     "kimi-linear": (_kimi_delta,), "glm5-next": (_kimi_delta,),
     "jamba": (_mamba,), "nemotron_h_moe": (_mamba,), "granitehybrid": (_mamba, _joined_ffn),
     "granitemoe": (_joined_ffn,), "granite_swa": (_joined_ffn,), "minimax-m3": (_joined_ffn,),

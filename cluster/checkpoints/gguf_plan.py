@@ -45,14 +45,15 @@ def plan_gguf(model: PreTrainedModel, checkpoint: Checkpoint, experts: Sequence[
             sources, transform = found.expert(module, stored), None
         else:
             sources, transform = found.dense(name, tuple(slot.shape))
-        if not sources:
+        if not sources and transform is None:
             continue
         group = Group(name, None, target_dtype(model, name, slot), [(n, n, e) for n, e in sources], transform=transform)
         shape = slot.shape
         if name not in of_experts:
             shape = _made_shape(sources, transform)
         if shape != slot.shape:
-            what = f"{sources[0][1].spec.name} is {list(shape)}, where the configuration says {list(slot.shape)}"
+            made_of = sources[0][1].spec.name if sources else name
+            what = f"{made_of} is {list(shape)}, where the configuration says {list(slot.shape)}"
             raise CheckpointError(f"{checkpoint.gguf.name}: {what}", REWRITE)
         group.targets[name] = torch.empty(slot.shape, dtype=group.dtype, device="meta")
         groups.append(group)
@@ -93,8 +94,11 @@ class _Names:
         return [(name, self._tensors[name]) for name in names]
 
     def dense(self, name: str, shape: tuple[int, ...]) -> tuple[list[tuple[str, Entry]], Transform | None]:
-        """The tensors that make a parameter, with what makes it of them; none: the file does not have it."""
+        """The tensors that make a parameter, with what makes it of them; neither: the file does not have it."""
         layer = layer_of(name)
+        if layer is not None and (key := self._known.numbers.get(layer[1])) is not None:
+            numbers = self._header.get(key)
+            return [], None if numbers is None else lambda tensors: torch.tensor(numbers)
         if layer is not None and (made := self._layouts.get(layer[1])) is not None:
             tensors = [f"blk.{layer[0]}.{own}" for own in made[0]]
             plain = tensor_names(self._architecture, name)

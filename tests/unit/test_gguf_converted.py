@@ -80,6 +80,9 @@ CHANGED = [  # case, keys, what the message names
     ("glm5-next", {"swiglu_clamp_exp": [10.0, 10.0, 10.0, 7.0]}, "swiglu_clamp_exp"),
     ("granitehybrid", {"rope.scaling.finetuned": True}, "rope.scaling.finetuned"),
     ("qwen4exp", {"ple.layers": [1]}, "ple.layers"),
+    ("qwen4exp with a table of n-grams", {"ple.layers": None}, "ple.layers"),
+    ("qwen4exp with a table of n-grams", {"ple.ngram_size": 2}, "ple.ngram_size"),
+    ("qwen4exp with a table of n-grams", {"ple.head_offsets": None}, "ngram_heads_offsets"),
     ("mimo2", {"attention.value_scale": None}, "attention.value_scale"),
 ]
 ALONE = [
