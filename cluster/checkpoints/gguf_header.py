@@ -25,6 +25,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from ...actors.store.format import first_problem
+from ...actors.store.published import is_table
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import BLOCKS, ExpertForm, MatrixForm
 from ..host import stands_for_gguf
@@ -453,15 +454,22 @@ def typed_tensors(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-def published_gguf(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[int, int]:
-    """Numbers and bytes of a dense part's matrices that stay in blocks. tensors: as `typed_tensors` has them."""
-    numbers = nbytes = 0
-    for kind, shape in tensors.values():
-        if len(shape) == 2 and FORM_OF.get(_Type[kind]) in BLOCKS:
-            weights, size = GGML_QUANT_SIZES[_Type[kind]]
-            numbers += math.prod(shape)
-            nbytes += math.prod(shape) // weights * size
-    return numbers, nbytes
+def published_gguf(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[int, int, int]:
+    """Numbers and bytes of a dense part's matrices that stay in blocks, or are tables; and bytes of those tables.
+
+    Args:
+        tensors: as `typed_tensors` has them.
+    """
+    numbers = nbytes = of_tables = 0
+    for name, (kind, shape) in tensors.items():
+        if len(shape) != 2:
+            continue
+        weights, size = GGML_QUANT_SIZES[_Type[kind]]
+        each = math.prod(shape) // weights * size
+        table = is_table(name, each) and (name != "token_embd.weight" or "output.weight" in tensors)
+        if table or FORM_OF.get(_Type[kind]) in BLOCKS:
+            numbers, nbytes, of_tables = numbers + math.prod(shape), nbytes + each, of_tables + table * each
+    return numbers, nbytes, of_tables
 
 
 def expert_layers(tensors: Iterable[str]) -> int:

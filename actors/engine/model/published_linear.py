@@ -24,7 +24,9 @@ from torch import nn
 from ....kernels.form_ffn import form_linear
 from ....kernels.forms import BLOCKS, DTYPES, FLOATS, MatrixForm, Parts
 from ....kernels.packed_ffn import Threads
+from ...store.published import is_table
 
+_SCALE = "scalar_embed_scale"  # of transformers' scaled embeddings: a number
 READ_DIRECTLY = ("dt_proj",)  # last names of linear layers whose weight a model multiplies without calling them
 _handles = itertools.count(1)
 
@@ -85,25 +87,31 @@ class PublishedLinear(nn.Linear):
 
 
 class PublishedEmbedding(nn.Embedding):
-    """An embedding table in its published form; the rows of tokens are decoded when they are asked for."""
+    """An embedding table in its published form; the rows of tokens are decoded when they are asked for.
+
+    So of a table in a mapped file only those rows are in memory. Gemma's multiply what they look up.
+    """
 
     def __init__(self, module: nn.Embedding, matrix: PublishedMatrix) -> None:
         super().__init__(*module.weight.shape, padding_idx=module.padding_idx, _weight=_no_weight(module.weight))
-        self.matrix = matrix
+        self.matrix, self._scale = matrix, getattr(module, _SCALE, None)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        form, table = self.matrix.form, torch.from_numpy(self.matrix.parts["weight"])
-        rows = table.index_select(0, ids.reshape(-1)).numpy()
+        form, parts = self.matrix.form, self.matrix.parts["weight"]
+        table = torch.from_numpy(parts.view(np.int16) if parts.dtype == np.uint16 else parts)  # bfloat16's bits
+        rows = table.index_select(0, ids.reshape(-1)).numpy().view(parts.dtype)
         one = MatrixForm(form.kind, max(1, len(rows)), form.inputs)
         values = one.dequantize({"weight": rows}) if len(rows) else np.empty((0, form.inputs), np.float32)
-        return torch.from_numpy(values).view(*ids.shape, form.inputs)
+        found = torch.from_numpy(values).view(*ids.shape, form.inputs)
+        return found if self._scale is None else found * self._scale
 
 
 def keeps_form(module: nn.Module, name: str, form: MatrixForm) -> bool:
     """Whether a module of a model, of this name there, may have its weight in a published form."""
-    if form.kind in FLOATS or name.rpartition(".")[2] in READ_DIRECTLY:
-        return False
-    return type(module) is nn.Linear or (type(module) is nn.Embedding and form.kind in BLOCKS)
+    if isinstance(module, nn.Embedding):
+        table = form.kind in ("bfloat16", "float16") and is_table(f"{name}.weight", form.nbytes())
+        return (type(module) is nn.Embedding or hasattr(module, _SCALE)) and (form.kind in BLOCKS or table)
+    return type(module) is nn.Linear and form.kind not in FLOATS and name.rpartition(".")[2] not in READ_DIRECTLY
 
 
 def exchange(model: nn.Module, matrices: Mapping[str, PublishedMatrix]) -> None:
@@ -116,8 +124,13 @@ def exchange(model: nn.Module, matrices: Mapping[str, PublishedMatrix]) -> None:
 
 
 def published_bytes(model: nn.Module) -> int:
-    """Bytes of the matrices of a model in their published forms; shared ones once."""
-    found = {id(m.matrix): m.matrix.form.nbytes() for m in _exchanged(model)}
+    """Bytes of the matrices of a model in their published forms; shared ones once, tables not at all."""
+    found = {
+        id(m.matrix): m.matrix.form.nbytes()
+        for name, m in model.named_modules()
+        if isinstance(m, PublishedLinear)
+        or (isinstance(m, PublishedEmbedding) and not is_table(f"{name}.weight", m.matrix.form.nbytes()))
+    }
     return sum(found.values())
 
 

@@ -303,9 +303,8 @@ def _dense_data(conversion: Conversion) -> Iterator[memoryview]:
 
     def made(group: Group) -> Iterator[memoryview]:
         if (matrix := conversion.matrices.get(group.key)) is not None:
-            parts = matrix.parts()
-            for part in matrix.form.parts():
-                yield np.ascontiguousarray(parts[part]).view(np.uint8).reshape(-1).data
+            for block in matrix.blocks():
+                yield np.ascontiguousarray(block).view(np.uint8).reshape(-1).data
             return
         for block in group.blocks(conversion.model, [name for name in group.targets if name in wanted]):
             yield _checked_bytes(group, block)
