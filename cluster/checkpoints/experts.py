@@ -195,19 +195,17 @@ _OF_GGUF = ("gate", "up", "gate_up", "down")  # source names that `gguf_plan` gi
 
 def _fused(gate: Matrices, up: Matrices, module: ExpertsModule) -> Matrices:
     """Gate and up in one matrix, which experts with biases have: rows of gate, then of up."""
-    first, second, forms = gate.entries[0], up.entries[0], {gate.form(), up.form()}
-    stacked = isinstance(first, QuantizedEntry) and isinstance(second, QuantizedEntry)
-    if not stacked or len(forms) > 1 or gate.repacked or len(gate.entries) > 1:
+    both, forms = {"gate": gate.entries[0], "up": up.entries[0]}, {gate.form(), up.form()}
+    if len(forms) > 1 or gate.repacked or len(gate.entries) > 1:
         raise UnsupportedModelError(f"{module.path} has biases and experts of an unknown layout", _REMEDY)
     form = forms.pop()
 
     def joined(fused: MatrixForm, raw: Raw) -> Raw:
         return {"weight": np.concatenate([raw["gate"], raw["up"]])}
 
-    assert isinstance(first, QuantizedEntry)
-    assert isinstance(second, QuantizedEntry)
-    raw = {"gate": first.raw["weight"], "up": second.raw["weight"]}
-    return Matrices((replace(first, form=replace(form, outputs=2 * form.outputs), raw=raw, repack=joined),))
+    raw = {name: entry.raw["weight"] if isinstance(entry, QuantizedEntry) else entry for name, entry in both.items()}
+    form = replace(form, outputs=2 * form.outputs)
+    return Matrices((QuantizedEntry(both["gate"].spec, form, raw, module.shape.num_experts, repack=joined),))
 
 
 def _gate_and_up(group: Group, module: ExpertsModule) -> dict[str, Matrices]:
@@ -262,7 +260,8 @@ def _bias(group: Group, module: ExpertsModule) -> tuple[TensorEntry, ...]:
 
 def _form(entry: Entry) -> MatrixForm:
     if isinstance(entry, QuantizedEntry):
-        if entry.repack is not None and entry.form.kind == "float32":
+        packed = any(raw.spec.dtype == "U8" for raw in entry.raw.values())
+        if packed and entry.form.kind == "float32":  # blocks that are dequantized
             name = entry.spec.name
             raise UnsupportedModelError(f"{name!r} has a GGUF type that is not supported for experts", EXPERT_REMEDY)
         return entry.form

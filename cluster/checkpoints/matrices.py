@@ -114,6 +114,10 @@ class QuantizedEntry:
             return part.dequantized(0, stop - start)
         return self.form.dequantize(self.verified())[start:stop]
 
+    def of_rows(self, start: int, stop: int) -> QuantizedEntry:
+        """The entry of some rows of a matrix whose parts are divided by rows, and so may begin at any."""
+        return _row_slice(self, start, stop) or self
+
     def _array(self, entry: TensorEntry, index: int) -> NDArray[Any]:
         shape = entry.spec.shape[1:] if self.stack else entry.spec.shape
         nbytes = entry.spec.nbytes // max(1, self.stack)

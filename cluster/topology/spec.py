@@ -63,6 +63,7 @@ class ModelFacts:
         source: where the figures come from, for people.
         published_elements, published_bytes: of those, and of the matrices that hold them, what stays in its published
             form.
+        table_bytes: of those, embeddings whose rows are read from a mapped file when they are asked for.
         dense_estimated: whether `dense_elements` is computed from the configuration and not read from files.
         form: published form in which experts stay, such as "fp8_block"; None: they are numbers of `item_bytes`.
         form_bytes: of one expert in that form as a slot holds it; of the largest, where layers differ.
@@ -88,6 +89,7 @@ class ModelFacts:
     dense_estimated: bool = False
     published_elements: int = 0
     published_bytes: int = 0
+    table_bytes: int = 0
     form: str | None = None
     form_bytes: int = 0
     form_width: int = FULL_BITS
@@ -119,10 +121,12 @@ class ModelFacts:
         """Bytes of the dense part on a device that computes in numbers of `item` bytes.
 
         Published matrices stay as they are, but on a CPU in other types than float32 (`engine.model.published_linear`).
+        On a CPU of tables no more is in memory than the rows of recent tokens.
         """
         if not gpu and item != 4:
             return self.dense_elements * item
-        return (self.dense_elements - self.published_elements) * item + self.published_bytes
+        resident = self.published_bytes - (0 if gpu else self.table_bytes)
+        return (self.dense_elements - self.published_elements) * item + resident
 
     def kv_bytes(self, item: int, kv: KvSettings) -> int:
         """Bytes of the KV cache, where the computation is in numbers of `item` bytes."""

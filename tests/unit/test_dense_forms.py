@@ -15,7 +15,7 @@ from form_cases import FORMS, OF_INTEGERS, form, random_parts
 from kernel_cases import assert_near
 from published import RELEASES, SIZES, write, write_gguf
 from safetensors.torch import load_file
-from tiny_models import save_tiny_checkpoint
+from tiny_models import edit_config, save_tiny_checkpoint, tiny_model
 from torch import nn
 
 from tiermoe.actors.engine.dense.native import _lowered
@@ -32,9 +32,11 @@ from tiermoe.actors.engine.model.published_linear import (
     published_bytes,
     published_notes,
 )
+from tiermoe.actors.store import published as store_published
 from tiermoe.actors.store.format import Manifest, read_manifest
 from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.topology.inputs import facts_of_checkpoint, facts_of_store
 from tiermoe.kernels.expert_ffn import DECODE_ROWS, SHORT_ROWS
 from tiermoe.kernels.forms import BLOCKS, FLOATS
 
@@ -198,3 +200,35 @@ def test_the_manifest_of_a_store_without_them_is_as_before(tmp_path: Path) -> No
     data = (store / "manifest.json").read_bytes()
     assert "forms" not in json.loads(data)["dense"]
     assert Manifest.decode(data, "here").dense.forms == {}
+
+
+@pytest.mark.parametrize("case", ["plain", "scaled", "tied"])
+def test_a_large_embedding_is_a_table(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are read from the mapped file in the numbers that the checkpoint has; a tied one is read whole."""
+    monkeypatch.setattr(store_published, "TABLE_BYTES", 1 << 12)
+    kind, sizes = "qwen3_moe", {"tie_word_embeddings": case == "tied"}
+    if case == "scaled":
+        kind, sizes = "gemma4", {"hidden_size_per_layer_input": 8}
+    model = tiny_model(kind, **sizes).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    edit_config(tmp_path / "plain", dtype="bfloat16")
+    store = prepare(tmp_path / "plain", tmp_path / "store", progress=False)
+    manifest = read_manifest(store)
+    forms, built = manifest.dense.forms, build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
+    tables = {name: module for name, module in built.named_modules() if isinstance(module, PublishedEmbedding)}
+    facts = facts_of_store(store, tmp_path / "plain")
+    if case == "tied":
+        assert not forms
+        assert not tables
+        assert facts.table_bytes == 0
+        return
+    assert {form.kind for form in forms.values()} == {"bfloat16"}
+    assert published_bytes(built) == 0
+    assert facts.table_bytes == facts.published_bytes == sum(form.nbytes() for form in forms.values()) > 0
+    assert facts.dense_bytes(4, gpu=False) == 4 * (facts.dense_elements - facts.published_elements)
+    ids, own = torch.tensor([[3, 100], [0, 3]]), dict(model.named_modules())
+    for name, module in tables.items():
+        whole = next(of for path, of in own.items() if path.endswith(name.removeprefix("model.")))
+        wanted = nn.functional.embedding(ids, whole.weight.float()) * getattr(whole, "scalar_embed_scale", 1.0)
+        torch.testing.assert_close(module(ids), wanted, rtol=0, atol=0)
+    assert facts_of_checkpoint(tmp_path / "plain").table_bytes == facts.table_bytes

@@ -26,6 +26,7 @@ from torch import nn
 from ....errors import StoreError, UnsupportedModelError
 from ....kernels.expert_ffn import Gate
 from ....kernels.form_slots import dequantize
+from ....kernels.forms import FLOATS
 from ....kernels.router import LinearRouter
 from ...settings import Attention
 from ...store.files import FileView
@@ -271,7 +272,7 @@ def _take_published(
     """Take the parts of matrices in published forms out of `dense`: each stays so, or is dequantized into `dense`.
 
     On a GPU, and on the CPU in float32, a module runs on the matrix as it is. Elsewhere the dense part has the compute
-    dtype.
+    dtype, and so have tables of plain numbers on a GPU.
 
     Raises:
         StoreError: a part is missing.
@@ -294,7 +295,7 @@ def _take_published(
             kept.update(dict.fromkeys(owners, of_host))
             continue
         on_device = {part: tensor.to(device) for part, tensor in parts.items()}
-        if stays and device.type != "cpu":
+        if stays and device.type != "cpu" and form.kind not in FLOATS:
             kept.update(dict.fromkeys(owners, DeviceMatrix(form, on_device, dtype)))
         else:
             dense[name] = dequantize(form, on_device).to(dtype)

@@ -26,10 +26,12 @@ from ....kernels.form_ffn import form_linear
 from ....kernels.form_slots import dequantize
 from ....kernels.forms import BLOCKS, DTYPES, FLOATS, MatrixForm, Parts
 from ....kernels.packed_ffn import Threads
+from ...store.published import is_table
 
 if TYPE_CHECKING:
     from ....kernels.triton.form_linear import TritonMatrix
 
+_SCALE = "scalar_embed_scale"  # of transformers' scaled embeddings: a number
 READ_DIRECTLY = ("dt_proj",)  # last names of linear layers whose weight a model multiplies without calling them
 _handles = itertools.count(1)
 
@@ -70,9 +72,10 @@ class PublishedMatrix:
         return torch.from_numpy(found).view(*x.shape[:-1], self.form.outputs)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """As of `FormMatrix`, of GGUF's blocks, in float32."""
-        form, table = self.form, torch.from_numpy(self.parts["weight"])
-        rows = table.index_select(0, ids.reshape(-1)).numpy()
+        """As of `FormMatrix`, of GGUF's blocks or of numbers, in float32."""
+        form, part = self.form, self.parts["weight"]
+        table = torch.from_numpy(part.view(np.int16) if part.dtype == np.uint16 else part)  # bfloat16's bits
+        rows = table.index_select(0, ids.reshape(-1)).numpy().view(part.dtype)
         one = MatrixForm(form.kind, max(1, len(rows)), form.inputs)
         values = one.dequantize({"weight": rows}) if len(rows) else np.empty((0, form.inputs), np.float32)
         return torch.from_numpy(values).view(*ids.shape, form.inputs)
@@ -166,22 +169,28 @@ class PublishedLinear(nn.Linear):
 
 
 class PublishedEmbedding(nn.Embedding):
-    """An embedding table in its published form; the rows of tokens are decoded when they are asked for."""
+    """An embedding table in its published form; the rows of tokens are decoded when they are asked for.
+
+    So of a table in a mapped file only those rows are in memory. Gemma's multiply what they look up.
+    """
 
     def __init__(self, module: nn.Embedding, matrix: FormMatrix) -> None:
         none = _no_weight(module.weight, matrix)
         super().__init__(*module.weight.shape, padding_idx=module.padding_idx, _weight=none)
-        self.matrix = matrix
+        scale = getattr(module, _SCALE, None)
+        self.matrix, self._scale = matrix, None if scale is None else torch.full_like(none[:1, 0], scale)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.matrix.rows(ids)
+        found = self.matrix.rows(ids)
+        return found if self._scale is None else found * self._scale
 
 
 def keeps_form(module: nn.Module, name: str, form: MatrixForm) -> bool:
     """Whether a module of a model, of this name there, may have its weight in a published form."""
-    if form.kind in FLOATS or name.rpartition(".")[2] in READ_DIRECTLY:
-        return False
-    return type(module) is nn.Linear or (type(module) is nn.Embedding and form.kind in BLOCKS)
+    if isinstance(module, nn.Embedding):
+        table = form.kind in ("bfloat16", "float16") and is_table(f"{name}.weight", form.nbytes())
+        return (type(module) is nn.Embedding or hasattr(module, _SCALE)) and (form.kind in BLOCKS or table)
+    return type(module) is nn.Linear and form.kind not in FLOATS and name.rpartition(".")[2] not in READ_DIRECTLY
 
 
 def exchange(model: nn.Module, matrices: Mapping[str, FormMatrix]) -> None:
@@ -194,9 +203,18 @@ def exchange(model: nn.Module, matrices: Mapping[str, FormMatrix]) -> None:
 
 
 def published_bytes(model: nn.Module) -> int:
-    """Bytes of the matrices of a model in their published forms; shared ones once."""
-    found = {id(m.matrix): m.matrix.form.nbytes() for m in _exchanged(model)}
+    """Bytes of the matrices of a model in their published forms; shared ones once, tables of this host not at all."""
+    found = {
+        id(m.matrix): m.matrix.form.nbytes()
+        for name, m in model.named_modules()
+        if isinstance(m, PublishedLinear) or (isinstance(m, PublishedEmbedding) and not _is_mapped(name, m))
+    }
     return sum(found.values())
+
+
+def _is_mapped(name: str, module: PublishedEmbedding) -> bool:
+    matrix = module.matrix
+    return matrix.device.type == "cpu" and is_table(f"{name}.weight", matrix.form.nbytes())
 
 
 def published_notes(model: nn.Module) -> list[str]:
