@@ -371,7 +371,7 @@ class PlannedBytes:
     `dense`, `kv`, `slots` and `low_bit` (slots for replicas) are on its device, which is host memory where the CPU
     stands in for a GPU. `mapped` are pages of the store's files, shared with every process of the node that maps the
     same; `replicas` are pages of the quantized ones, which one process of a node maps; `copied` is a process's own
-    pinned copy of its node's experts.
+    copy of its node's experts: pinned, or read from the disk.
     """
 
     dense: int = 0
