@@ -63,6 +63,20 @@ def test_shards(count: int, budget: str, prefetch: str, store: ExpertStore, refe
         assert max(loaded) <= BALANCE[count] * min(loaded)
 
 
+def test_each_gpu_reads_the_disk_into_host_memory_of_its_own(store: ExpertStore, reference: Reference) -> None:
+    """A quarter of the experts each, of which it owns a half."""
+    experts, each = 16 * 32, 98_304
+    with serving_group(store, _sharded(2, 0.05, host_bytes=experts // 4 * each)) as group:
+        reference.check(group.lead, 4, 32)
+        shards = [(shard.engine.stats(), shard.sample()) for shard in group.shards]
+        for stats, sample in ((group.lead.stats(), group.lead.sample()), *shards):
+            host, counters = stats.host_memory, sample.counters
+            assert (host.slots, host.budget_bytes) == (experts // 4, experts // 4 * each)
+            assert 0 < host.bytes_demand + host.bytes_prefetch <= host.read_bytes
+            assert counters["host_misses"] == host.misses > 0
+            assert counters["bytes_loaded_demand"] > 0
+
+
 @pytest.mark.usefixtures("usual_liveness")
 @pytest.mark.parametrize("strike", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
 def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, reference: Reference) -> None:
