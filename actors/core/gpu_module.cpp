@@ -60,7 +60,7 @@ class GpuLayer : public Layer {
         } else {
             wanted_.clear();
             for (const auto& rule : rules_) rule->asks(wanted_);
-            if (const LayerAhead* ahead = taking(given)) ahead->asks(*this, wanted_);
+            if (const LayerAhead* ahead = taking(given)) ahead->asks(*this, given, wanted_);
             const bool weighed = !rules_.empty();
             read(hidden, weighed ? nb::make_tuple(ids, weights) : nb::make_tuple(ids), wanted_);
             given.ids = ids_.data(), given.weights = weighed ? weights_.data() : nullptr;

@@ -213,7 +213,7 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
         return share
 
     with closing(device), closing(host):
-        host.add(expert, context.dtype, context.device, seed=1)
+        host.add(shape, context.dtype, context.device, seed=1)
         batches = [(size, limit) for case, size, limit in LOADS if case == name]
         for size, limit in batches:
             share = measured(host.layers, size, f"huge pages ({host.how[0]})", host.pin_s[0])

@@ -20,7 +20,8 @@ from tiermoe.actors.store.format import read_manifest
 from tiermoe.benchmarks import overhead
 from tiermoe.benchmarks.experiments import moepic, ndp
 from tiermoe.benchmarks.gpu import run_parts
-from tiermoe.benchmarks.gpu.decode import Cell, cells_by_worth
+from tiermoe.benchmarks.gpu.decode import cells_of, table
+from tiermoe.benchmarks.gpu.models import TOY
 from tiermoe.benchmarks.gpu.run_parts import PARTS, Part
 from tiermoe.benchmarks.gpu.run_parts import main as gpu_main
 from tiermoe.benchmarks.papers import module_of
@@ -235,8 +236,8 @@ def test_the_channel_s_benchmark_prints_one_json_object() -> None:
     done = bench("channel", "--repeats", "1", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["name"], report["executor"], len(report["bars"])) == ("channel", "real", 3)
-    ways = {f"{way} {size}" for way in ("shm", "grpc", "bare grpc", "ray") for size in ("8 KiB", "1 MiB")}
+    assert (report["name"], report["executor"], len(report["bars"])) == ("channel", "real", 4)
+    ways = {f"{way} {size}" for way in ("shm", "bare ring", "grpc", "bare grpc", "ray") for size in ("8 KiB", "1 MiB")}
     assert {row["case"] for row in report["rows"]} == ways
     assert {row["measure"] for row in report["rows"]} == {"p50_us", "p99_us"}
     assert all(row["median"] > 0 for row in report["rows"])
@@ -271,14 +272,17 @@ def test_every_part_of_bench_gpu_runs_at_toy_sizes(tmp_path: Path, monkeypatch: 
     assert gpu_main(["--device", "cpu", "--sizes", "toy", "--out", str(tmp_path), "--seconds", "1700"]) == 0
     document = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert {name: found["outcome"] for name, found in document["parts"].items()} == {p.name: "done" for p in PARTS}
-    for name in ("qwen", "qwen3", "mixtral", "deepseek"):
-        rows = document["parts"][name]["rows"]
-        ran = [Cell(row["preset"], row["budget"], row["batch"]) for row in rows if row["kind"] == "decode"]
-        assert ran == cells_by_worth(True, every_preset=name == "qwen"), document["parts"][name]["notes"]
-        assert {row["kind"] for row in rows} >= {"trace", "peaks", "shape", "reference", "decode"}
-        near = [row["ndp"] for row in rows if row.get("preset") == "context-ndp-3bit" and row["budget"] == 0.5]
-        assert bool(near) == (name == "qwen")
-        assert all(one["calls_per_token"] > 0 and one["recomputed"] == 0 for one in near)
+    for part, models in (("qwen", ["qwen"]), ("qwen3", ["qwen3"]), ("published", ["gpt-oss", "qwen3-fp8"])):
+        found = document["parts"][part]
+        ran = [(row["shape"], row["preset"], row["budget"]) for row in found["rows"] if row["kind"] == "served"]
+        cells = {model: cells_of(model)[: None if model == "qwen" else 2] for model in models}
+        assert ran == [(TOY[model].name, str(cell), cell.budget) for model, of in cells.items() for cell in of]
+        assert found["notes"] == [] or part == "qwen"
+    forms = [row for row in document["parts"]["forms"]["rows"] if row["kind"] == "form"]
+    assert len(forms) == 2 * len(table()["forms"])
+    assert all(row["error"] < 1e-3 for row in forms)
+    assert [row["status"] for row in document["parts"]["ray"]["rows"]] == [0]
+    assert {row["kind"] for row in document["parts"]["references"]["rows"]} >= {"reference"}
     assert {row["kind"] for row in document["parts"]["host"]["rows"]} >= {"host"}
     page = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert "| device_name | cpu (stands in for a GPU) |\n| sizes | toy |" in page

@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 import torch
 from cache_rigs import EXPERTS, KEYS, LAYERS, SHAPE
-from form_cases import expert_form, random_expert
+from form_cases import FORMS, expert_form, random_expert
 from native_rigs import CUTS, SplitStack, Stack, forwards, routed
 
+from tiermoe.actors.engine.cache.device import PlainActivations
 from tiermoe.actors.engine.cache.form_slots import FormPool, FormWeights
 from tiermoe.actors.engine.cache.slots import SlotPool
+from tiermoe.actors.engine.cuda.tables import TableRing
+from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.executors import GpuExecutor
+from tiermoe.actors.engine.hooks import Hooks
+from tiermoe.actors.engine.host_view import HostViews
+from tiermoe.actors.engine.pinned_fetch import PinnedFetch
+from tiermoe.actors.engine.placer import Placer
 from tiermoe.actors.store.format import Published
+from tiermoe.benchmarks.instant_gpu import InstantGpu, instant_gpu
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import SHORT_ROWS, ExpertKernel, Operands, TorchKernel
 from tiermoe.kernels.form_slots import TorchFormKernel
@@ -171,6 +179,52 @@ def test_interpreted_forms_run_in_the_native_pass(name: str, slots: int, monkeyp
             assert float((out - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
             native.settle(), python.settle()
     native.cache.close(), python.cache.close()
+
+
+# -- launches of a layer -----------------------------------------------------------------------------------------------
+
+KNOWN = [name for name in FORMS if TritonFormKernel.supports(expert_form(name, 256, 256), "silu")]
+
+
+class InstantStack(FormStack):
+    """All experts resident, on `InstantGpu`; form: None: neurons."""
+
+    def __init__(self, form: ExpertForm | None, gpu: InstantGpu) -> None:
+        self.gpu, self.plain = gpu, form is None
+        super().__init__(form or expert_form("float32", 256, 256), KEYS, True)
+        self.cache.core.preload(range(KEYS))
+
+    def _memory(self, slots: int) -> int:
+        return Stack._memory(self, slots) if self.plain else super()._memory(slots)
+
+    def _attach(self, hooks: Hooks, native: bool) -> None:
+        ring = TableRing(self.gpu)
+        if self.plain:
+            operands = Operands(self.pool.gate_up, self.pool.down, None, None)
+            kernel: ExpertKernel = TritonKernel(operands, "silu", TorchKernel(operands, gate), ring)
+        else:
+            kernel = TritonFormKernel(self.pool.parts(self.form), self.form, "silu", gate, torch.float32, ring)
+        views = HostViews(PinnedFetch(self.gpu), True)
+        backend = DeviceBackend(self.cache, views, PlainActivations(torch.device("cpu")))
+        self.layers = self.layers_of(backend, Placer(self.cache), kernel, hooks, native)
+
+
+@pytest.mark.parametrize("name", ["neurons", *KNOWN])
+def test_a_decode_layer_takes_at_most_six_launches(name: str) -> None:
+    """Of the driver, by native code: the routing to the host, the table of experts, gate and up, down, the sum."""
+    with instant_gpu() as gpu:
+        form = None if name == "neurons" else expert_form(name, 256, 256)
+        stack = InstantStack(form, gpu)
+        width = SHAPE.hidden if form is None else 256
+        counted = list[float]()
+        for experts in ([1, 2], [0, 3], [2, 1]):
+            inputs = torch.zeros(1, width), torch.tensor([experts]), torch.full((1, 2), 0.5)
+            gpu.launches()
+            for layer in stack.layers:
+                layer.forward(*inputs)
+            counted.append(gpu.launches() / LAYERS)
+        assert counted[1:] == [5.0, 5.0]  # the first are Triton's own
+        stack.cache.close()
 
 
 @pytest.mark.parametrize("tokens", [DECODE_PAIRS // 2, DECODE_PAIRS // 2 + 1, 3 * SHORT_ROWS])

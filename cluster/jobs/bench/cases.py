@@ -139,7 +139,7 @@ def _option_name(field: str) -> str:
 
 
 def measure(options: Options, progress: Progress | None = None) -> Report:
-    module, _, function = options.measure.partition(".")
+    module, _, function = options.measure.rpartition(".")
     package = type(options).__module__.rpartition(".")[0]
     report: Report = getattr(import_module(f".{module}", package), function)(options, progress)
     return report
