@@ -214,8 +214,7 @@ def experiment(
     prompts_each: Annotated[int, options.count("Held-out prompts of an emulated repetition, each met once.")] = 1,
     parts: Annotated[
         str,
-        typer.Option(help="Sections to run: table, capacity, alpha (together: simulated), emulated. What is left out "
-                          "is taken from --out."),
+        typer.Option(help="Sections to run: table, capacity, alpha (together: simulated), emulated; default: all."),
     ] = "",
 ) -> Experiment:  # fmt: skip
     """ActiveEvict against its baselines: blocking and total I/O, transfers, ablation; recorded traces, real runs."""

@@ -16,11 +16,10 @@ import traces
 from commands import Command
 
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.jobs.bench import run
+from tiermoe.cluster.jobs.bench import page, run
 from tiermoe.cluster.jobs.bench.metrics import Report, Spread
 from tiermoe.cluster.jobs.replay import replay_trace
 from tiermoe.cluster.jobs.report import report_command
-from tiermoe.cluster.report import page
 from tiermoe.cluster.report.results import measurements, percentiles, read_results
 from tiermoe.errors import ConfigError
 
@@ -204,13 +203,12 @@ def test_results_come_before_their_figures(tmp_path: Path, command: Command, mon
     journal = type("Journal", (), {"discard": lambda self: None})()
     monkeypatch.setattr(run, "run_experiment", lambda *a, **k: (report, journal))
 
-    def fail(*args: object) -> str:
+    def fail(*args: object) -> None:
         raise ConfigError("cannot draw", "buy a pen")
 
-    monkeypatch.setattr(page, "report_page", fail)
-    out, args = tmp_path / "out.json", ("--policies", "on-demand", "--prompts", "p.txt", "--html", tmp_path / "x.html")
-    code, printed, err = command("bench", "compare", *args, "--out", out, "--json")
+    monkeypatch.setattr(page, "write_folder", fail)
+    args = ("--policies", "on-demand", "--prompts", "p.txt", "--out", tmp_path / "out")
+    code, printed, err = command("bench", "compare", *args, "--json")
     assert code == 2
     assert "cannot draw" in err
     assert json.loads(printed)["rows"][0]["policy"] == "on-demand"
-    assert json.loads(out.read_text()) == json.loads(printed)
