@@ -2,7 +2,8 @@
 
 `tiermoe doctor --save` measures them on random models (`jobs/measure_machine.py`) and writes them into the user's cache
 folder; `configs/machines/` has those of other machines, by data sheets and papers. This table is the only description
-of a machine: `plan` and `replay` read it. With L MoE layers and K experts a token, the seconds of one decode step of one request without waits are
+of a machine: `plan` and `replay` read it. With L MoE layers and K experts a token, the seconds of one decode step of
+one request without waits are
 
     step(policy) + L (dense_layer + dense bytes / L / dense_gbps + layer(policy) + m miss(policy) + n load(policy)
                       + K (expert + slot bytes / expert_gbps))
