@@ -26,7 +26,7 @@ def weights_in(folders: Sequence[Path]) -> Path | None:
     return None
 
 
-def read_gbps(file: Path) -> tuple[float, bool]:
+def read_gbps(file: Path, nbytes: int = MEASURED_BYTES) -> tuple[float, bool]:
     """1e9 bytes per second of pieces from all over a file, and whether they were read past the page cache.
 
     Raises:
@@ -39,7 +39,7 @@ def read_gbps(file: Path) -> tuple[float, bool]:
     try:
         link = _core.DiskLink([(str(file), descriptor, 0, os.fstat(descriptor).st_size)], READERS)
         try:
-            return link.measure(MEASURED_BYTES) / 1e9, link.direct
+            return link.measure(nbytes) / 1e9, link.direct
         finally:
             link.close()
     finally:

@@ -27,7 +27,9 @@ def layouts(architecture: str, config: Any) -> Layouts:
 
     A file that lacks the tensors may have the parameter under its plain name.
     """
-    found = {"self_attn.kv_b_proj.weight": (_KEYS_AND_VALUES, _keys_and_values)}
+    found: dict[str, tuple[tuple[str, ...], _Make]] = {
+        "self_attn.kv_b_proj.weight": (_KEYS_AND_VALUES, _keys_and_values)
+    }
     for part in _PARTS.get(architecture, ()):
         found |= part(architecture, config)
     return found

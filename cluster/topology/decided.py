@@ -139,7 +139,7 @@ def _host_bytes(
     room = left // (cluster.replicas * devices)
     if left >= facts.all_bytes or room < facts.expert_bytes:
         return None, ()
-    why = (f"the store has {size(facts.all_bytes)} of experts",)
+    why: tuple[str, ...] = (f"the store has {size(facts.all_bytes)} of experts",)
     if has_ndp(config, settings, facts, nodes) and computes_stored(settings, facts):
         if sum(node.alive for node in nodes) > 1:
             return None, ()
