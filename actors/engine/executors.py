@@ -138,7 +138,7 @@ class GpuExecutor(NativeExecutor):
         fetch = backend.views.fetch
         self._experts, self._device = step.experts, launches.device
         core = self.core = _core.GpuLayer(
-            step.cache.core, _cpu.table(), launches.experts, getattr(fetch, "reads", None), MOST_GPU_ROWS,
+            step.cache.core, launches.experts, getattr(fetch, "reads", None), MOST_GPU_ROWS,
             partial(_fetched, fetch, self.asked), step.index, step.experts, step.cache.neurons, launches.most_rows,
             step.shared.passes,
         )  # fmt: skip
