@@ -119,7 +119,7 @@ class Joined:
         if not natives or any(x.alone or "forward" in vars(x) for x in layers):
             return 0
         spent, ends, shared = self.spent[at:], at + len(natives) == len(self.layers), layers[0].shared
-        shared.begin(inputs, layers[0].placer)
+        shared.begin(inputs)
         shared.out = out
         try:
             ran = self._program.run_layers(

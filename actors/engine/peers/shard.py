@@ -24,7 +24,7 @@ from ...store.files import StoreView
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.sources import Sources, open_sources
 from ..host_view import pairs_of
-from ..layer import Groups, MoeLayer, Pass, Replicas
+from ..layer import Groups, MoeLayer, Pass, Replicas, Shared
 from ..make_cache import ModelExperts, host_experts, make_cache
 from ..make_device import activations_of, make_device
 from ..model.form_kernels import kernels_of
@@ -80,13 +80,10 @@ class ShardEngine:
         try:
             kernels = kernels_of(self.cache.pool, settings, blocks)
             backend = _BatchBackend(self.activations, model.dtype)
+            shared = Shared(self.cache, backend, self._placer, check=settings.integrity_checks)
             self._layers += [
-                MoeLayer(
-                    i, self._experts, self.cache, backend, self._placer, kernels.of(block), block.post,
-                    check=settings.integrity_checks,
-                )
-                for i, block in enumerate(blocks)
-            ]  # fmt: skip
+                MoeLayer(i, self._experts, shared, kernels.of(block), block.post) for i, block in enumerate(blocks)
+            ]
             if settings.policy.preload == "all":
                 self.cache.core.preload(mine)
         except BaseException:
