@@ -24,8 +24,8 @@ _TO_NDP = Traffic(7, 6, 700, 600, 0.5).of_client() | {"rows_sent": 7, "rows_rece
 _LEADS = EngineStats(
     [LayerStats(hits=5, misses=3, late_prefetches=1, ndp_experts=2, bytes_loaded_demand=96)],
     host_memory=HostMemoryStats(
-        slots=4, budget_bytes=128, hits=2, misses=1, bytes_demand=32, bytes_prefetch=64, bytes_wasted=16, waited_s=0.125,
-        gbps=1.0, read_bytes=100, longest_s=0.25,
+        slots=4, budget_bytes=128, hits=2, misses=1, bytes_demand=32, bytes_prefetch=64, bytes_wasted=16,
+        waited_s=0.125, gbps=1.0, read_bytes=100, longest_s=0.25,
     ),
 )  # fmt: skip
 _SAMPLES = (
