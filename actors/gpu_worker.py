@@ -230,7 +230,7 @@ class GpuWorker:
             if drafts.kind == "mtp":
                 raise ConfigError(f"the model drafts nothing itself: {because}", "use drafts.kind: ngram, or auto")
         head = None if self._head is None else HeadDrafts(self._head, self._model)
-        pricing = DraftPricing(drafts.tokens, engine.experts, engine.top_k)
+        pricing = DraftPricing(drafts.tokens)
         with engine.alone:  # a model's own cache is tried
             because = self._batcher.draft(pricing, engine.decode_counts, head)
         engine.stats().drafts = pricing.stats if because is None else None

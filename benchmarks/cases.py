@@ -13,6 +13,8 @@ from pydantic import Field
 from tiermoe.actors.policies.sharding import Ownership
 from tiermoe.cluster.jobs.bench.cases import Config, Model, Options, Repeats, measure
 
+from .requantized import Published
+
 if TYPE_CHECKING:
     from tiermoe.cluster.config import RunConfig
     from tiermoe.cluster.jobs.bench.metrics import Report
@@ -42,14 +44,18 @@ class Served(Options):
     link_gbps: Gbps = 16.0
     config: Config = None
 
-    def run_of(self, policy: str) -> RunConfig:
-        """The run of a policy: with all experts and no link where it loads all at start, else with budget and link."""
+    def run_of(self, policy: str, **more: Any) -> RunConfig:
+        """The run of a policy: with all experts and no link where it loads all at start, else with budget and link.
+
+        more: further options of the run, or another `model`.
+        """
         from tiermoe.cluster.config import load_policy
         from tiermoe.cluster.jobs.local_worker import run_config
 
         whole = load_policy(policy).preload == "all"
         link = {"gbps": None if whole else self.link_gbps, "latency_us": 0.0 if whole else LATENCY_US}
-        return run_config(self.model, self.config, policy=policy, budget="1.0" if whole else self.budget, link=link)
+        model, budget = more.pop("model", self.model), "1.0" if whole else self.budget
+        return run_config(model, self.config, policy=policy, budget=budget, link=link, **more)
 
 
 class Overhead(Served):
@@ -76,14 +82,15 @@ class Host(Served):
     """What a decoded token's time consists of: the host's microseconds by part of a layer, a step and a request."""
 
     measure = "host.host"
-    preset: tuple[str, ...] = Field(
-        ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict", "buddymoe"),
-        description="Policy; repeat it.",
-    )
+    preset: tuple[str, ...] = Field((), description="Policy; repeat it; default: the cases that the bars judge.")
     batch: Batches = (1, 8)
     device: HostDevice = Field(
         HostDevice.CPU, description="fake-gpu: the step beside a GPU whose kernels and copies take no time."
     )
+    form: tuple[Published, ...] = Field(
+        (Published.BF16,), description="Form of the default model's experts, with --preset; repeat it."
+    )
+    shards: tuple[Annotated[int, Ge(1)], ...] = Field((1,), description="Of the cache, with --preset; repeat it.")
     ray: bool = Field(True, description="Also what a request through Ray costs; not of a fake GPU.")
 
     def result(self, name: str) -> str:
@@ -299,10 +306,22 @@ class Resident(Options):
     layers: int = Field(4, ge=1, description="Layers of a random model by name (qwen3-30b-a3b, in Q4_0).")
 
 
+class GpuEstimates(Options):
+    """What a token takes on GPUs that were not measured, computed from bytes, launches and the host's time."""
+
+    measure = "gpu.estimates.estimates"
+
+    def write_page(self, page: Path, report: Report) -> None:
+        from .gpu.estimates import write_page
+
+        write_page(page, report)
+
+
 CASES: dict[str, type[Options]] = {
     "overhead": Overhead, "host": Host, "ttft": Ttft, "turns": Turns, "scale": Scale, "streams": Streams,
     "deployment": Deployment, "drafts": Drafts, "draft-table": DraftTable, "disk": Disk, "core": Core,
     "validation": Validation, "auto": Auto, "channel": Channel, "kernel": Kernel, "resident": Resident,
+    "gpu-estimates": GpuEstimates,
 }  # fmt: skip
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
@@ -32,8 +35,10 @@ from tiermoe.cluster.jobs.bench.serving import (
 from tiermoe.cluster.jobs.local_worker import start_worker
 from tiermoe.cluster.jobs.prepare.needs import prepared_store
 from tiermoe.cluster.prompt import load_tokenizer
+from tiermoe.errors import ConfigError
 
 from .cases import LATENCY_US, Host, HostDevice
+from .requantized import Published, requantized
 
 if TYPE_CHECKING:  # torch
     from tiermoe.actors.engine.host_times import HostPass, HostStep
@@ -45,10 +50,14 @@ LIMITS_US = {
     "all-resident": 10.0, "on-demand": 20.0, "next-gate": 35.0, "fmoe": 70.0, "moepic": 70.0, "activeevict": 70.0,
     "activeevict-lossless": 70.0, "buddymoe": 70.0, "auto, local": 20.0,
 }  # fmt: skip
-# the same beside a GPU whose kernels and copies take no time, launching included
+PRESETS = ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict", "buddymoe")
+# the same beside a GPU whose kernels and copies take no time, launching included, messages to peers apart
 LIMITS_GPU_US = {
     "all-resident": 30.0, "on-demand": 40.0, "next-gate": 45.0, "moepic": 80.0, "activeevict": 80.0,
+    "all-resident, fp8": 55.0, "on-demand, fp8": 55.0, "all-resident, mxfp4": 55.0, "on-demand, mxfp4": 55.0,
+    "auto, planned": 70.0, "context-ndp-full": 70.0, "context-ndp-3bit": 70.0, "on-demand, 2 shards": 70.0,
 }  # fmt: skip
+LAUNCHES = 6  # of a decode layer beside a GPU, at most
 PROMPT_TOKENS, MAX_TOKENS = 32, 48
 CALLS, DETOKENIZED = 50, 20  # actor calls, and runs of a detokenizer over the generated tokens, in one repetition
 
@@ -65,23 +74,72 @@ def host(options: Host, progress: Progress | None) -> Report:
 
     Bars, at batch 1: `host` of a layer (outside kernels and waits for copies, by wall-clock) at most `LIMITS_US`.
 
-    On a fake GPU (`instant_gpu`) only the layers are measured, as they run on a GPU: `host` includes launching,
-    `kernels` and `combine` are that alone, and `LIMITS_GPU_US` are the bars. `loads awaited`: no copy has ended when
-    the host looks, so that each load has a wait and a launch of its own. The number of calls that Python makes is the
-    same on a busy machine.
+    On a fake GPU (`instant_gpu`) only the layers are measured, as they run on a GPU: `host` includes launching and
+    leaves out messages to peers, `kernels` and `combine` are launching alone, and `LIMITS_GPU_US` are the bars. `loads
+    awaited`: no copy has ended when the host looks, so that each load has a wait and a launch of its own. The numbers
+    of launches and of calls that Python makes are the same on a busy machine.
 
     Raises:
         ConfigError: an unknown preset. RuntimeFailure: a request failed.
     """
-    configs = {name: options.run_of(name) for name in options.preset}
-    base = next(iter(configs.values()))
-    ensure_artifacts(base, [load_policy(name) for name in configs])
-    prompts = heldout_prompts(base.model_dir, max(options.batch), PROMPT_TOKENS)
-    settings = options.settings(
-        latency_us=LATENCY_US, prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1, budget=options.budget
-    )
-    if options.device is HostDevice.FAKE_GPU:
-        return _beside_gpu(options, configs, prompts, settings, progress)
+    cases = cases_of(options)
+    with TemporaryDirectory() as folder:
+        runs = {str(case): case.run_of(options, Path(folder)) for case in cases}
+        for form in dict.fromkeys(case.form for case in cases):
+            alike = [case for case in cases if case.form is form]
+            ensure_artifacts(runs[str(alike[0])], [load_policy(case.preset) for case in alike])
+        prompts = heldout_prompts(next(iter(runs.values())).model_dir, max(options.batch), PROMPT_TOKENS)
+        settings = options.settings(
+            latency_us=LATENCY_US, prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1, budget=options.budget
+        )
+        beside = options.device is HostDevice.FAKE_GPU
+        return (_beside_gpu if beside else _on_cpu)(options, runs, prompts, settings, progress)
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """What a column is of."""
+
+    preset: str
+    form: Published = Published.BF16
+    shards: int = 1
+
+    def __str__(self) -> str:
+        form = f", {self.form}" if self.form is not Published.BF16 else ""
+        return f"{self.preset}{form}" + (f", {self.shards} shards" if self.shards > 1 else "")
+
+    def run_of(self, options: Host, folder: Path) -> RunConfig:
+        """The configuration; with one NDP worker for who uses any. folder: of models and stores that are made.
+
+        Raises:
+            ConfigError: a form of another model than the default one.
+        """
+        workers = {"ndp_workers": 1} if load_policy(self.preset).uses_ndp else {}
+        more: dict[str, Any] = {"cluster": {"shards": self.shards} | workers}
+        if self.form is not Published.BF16:
+            if options.model is not None:
+                raise ConfigError("--form is of the default model", "leave --model out, or give --form bf16")
+            model = folder / self.form
+            more["model"] = str(model if model.exists() else requantized(self.form, model))
+            more["cache_dir"] = str(folder / "stores")
+        return options.run_of(self.preset, **more)
+
+
+def cases_of(options: Host) -> list[HostCase]:
+    """Those that are asked for, or those that the bars judge."""
+    if options.preset:
+        return [HostCase(*case) for case in product(options.preset, options.form, options.shards)]
+    if options.device is HostDevice.CPU:
+        return [HostCase(preset) for preset in PRESETS]
+    plain = ("next-gate", "moepic", "activeevict", "auto", "context-ndp-full", "context-ndp-3bit")
+    forms = product(("all-resident", "on-demand"), Published)
+    return [*(HostCase(*case) for case in forms), *map(HostCase, plain), HostCase("on-demand", shards=2)]
+
+
+def _on_cpu(
+    options: Host, configs: Mapping[str, RunConfig], prompts: Sequence[Prompt], settings: dict[str, Any],
+    progress: Progress | None,
+) -> Report:  # fmt: skip
     report = Report("host", "", settings=settings)
     columns: dict[str, Column] = {}
     spreads: list[dict[str, Any]] = []
@@ -131,16 +189,21 @@ def _beside_gpu(
     columns: dict[str, Column] = {}
     spreads: list[dict[str, Any]] = []
     for name, config in configs.items():
-        columns[name] = {}
         for batch in options.batch:
             config = config.model_copy(update={"dtype": "bfloat16"})  # as on GPUs; copies need no cast
             with instant_gpu() as gpu, closing(start_worker(config)) as worker:
-                recorded = Recorded(worker, gpu)
-                recorded.record(partial(serve, worker.submit, prompts[:batch], MAX_TOKENS))
-                found, spread = _run_again(worker, recorded, batch, options.repeats, progress, f"{name}, {batch}")
-            columns[name] |= {(batch, *key): value for key, value in found.items()}
-            spreads.append({"preset": name, "batch": batch, **spread})
-    return _told(report, columns, spreads, LIMITS_GPU_US, "microseconds of the host in a layer, launching included")
+                for column in _columns(name, worker):
+                    recorded, label = Recorded(worker, gpu), f"{column}, {batch}"
+                    recorded.record(partial(serve, worker.submit, prompts[:batch], MAX_TOKENS))
+                    found, spread = _run_again(worker, recorded, batch, options.repeats, progress, label)
+                    columns.setdefault(column, {}).update({(batch, *key): value for key, value in found.items()})
+                    spreads.append({"preset": column, "batch": batch, **spread})
+    what = "microseconds of the host in a layer, launching included"
+    report = _told(report, columns, spreads, LIMITS_GPU_US, what)
+    for name, times in columns.items():
+        if (launches := times.get((1, "layer", "launches, number"))) is not None and name.startswith("all-resident"):
+            report.bars.append(Bar(f"launches of a decode layer, {name}", launches, "<=", LAUNCHES))
+    return report
 
 
 def _run_again(
@@ -149,11 +212,12 @@ def _run_again(
     """Microseconds of a layer in decode forwards by (per what, part): means over its layers, medians over forwards."""
     from tiermoe.actors.engine.host_times import PARTS, host_passes
 
+    apart = MESSAGES if worker.engine.peers else ()
     kinds: dict[str, tuple[bool, Sequence[str], Callable[[], float]]] = {
-        "layer": (False, (), time.perf_counter), "layer, by part": (False, PARTS, time.perf_counter),
-        "layer, CPU": (False, (), time.thread_time), "layer, loads awaited": (True, (), time.perf_counter),
+        "layer": (False, apart, time.perf_counter), "layer, by part": (False, PARTS, time.perf_counter),
+        "layer, CPU": (False, apart, time.thread_time), "layer, loads awaited": (True, apart, time.perf_counter),
         "layer, loads awaited, by part": (True, PARTS, time.perf_counter),
-        "layer, loads awaited, CPU": (True, (), time.thread_time),
+        "layer, loads awaited, CPU": (True, apart, time.thread_time),
     }  # fmt: skip
     forwards: dict[str, list[Sequence[HostPass]]] = {kind: [] for kind in kinds}
     layers = len(worker.engine.layers)
@@ -170,7 +234,7 @@ def _run_again(
         recorded.run(late)  # warm up; not counted
     interleaved([Case(kind, partial(again, kind)) for kind in kinds], repeats, 0, progress, label)
 
-    hosts = {kind: _layer_us(forwards[kind], _HOST_S) for kind, (_, parts, _) in kinds.items() if not parts}
+    hosts = {kind: _layer_us(forwards[kind], _apart_s) for kind, (_, parts, _) in kinds.items() if parts is apart}
     found: dict[tuple[str, str], float] = {}
     for kind in kinds:
         if kind in hosts:
@@ -179,6 +243,7 @@ def _run_again(
             found |= {(kind, part): _layer_us(forwards[kind], _part_s(part)).median for part in PARTS}
     for kind, late in (("layer", False), ("layer, loads awaited", True)):
         found[kind, "calls of Python, number"] = recorded.calls(late)
+        found[kind, "launches, number"] = recorded.launches(late, batch)
     return found, {kind: asdict(spread) | {"values": None} for kind, spread in hosts.items()}
 
 
@@ -260,7 +325,13 @@ def by_part(
     return found, brief
 
 
-_HOST_S, _OUTSIDE_S, _KERNEL_S = map(attrgetter, ("host_s", "outside_s", "kernel_s"))  # of a `HostPass`
+_OUTSIDE_S, _KERNEL_S = map(attrgetter, ("outside_s", "kernel_s"))  # of a `HostPass`
+MESSAGES = ("send", "join")  # parts of a pass
+
+
+def _apart_s(layer: HostPass) -> float:
+    """Seconds of the host, launching included, without messages to peers and waits for them."""
+    return layer.host_s - sum(layer.parts[part] for part in MESSAGES)
 
 
 def _part_s(part: str) -> Callable[[HostPass], float]:

@@ -81,6 +81,11 @@ class InstantGpu:
     def late(self, late: bool) -> None:
         self._driver.late = late
 
+    @staticmethod
+    def launches() -> int:
+        """Launches since it was asked last."""
+        return int(_double().launches())
+
     def enter(self) -> None: ...
 
     def free_bytes(self) -> int:
@@ -288,7 +293,7 @@ class Recorded:
 
     def record(self, serve: Callable[[], object]) -> None:
         engine, forwards = self._engine, self._forwards
-        begin = engine.begin_forward
+        begin, self._gpu.works = engine.begin_forward, True
 
         def began(rows: Any) -> None:
             forwards.append((rows, [], []))
@@ -315,8 +320,11 @@ class Recorded:
             for layer in engine.layers:
                 del layer.forward
 
-    def run(self, late: bool) -> None:
-        """Run all layers again; kernels and copies do nothing. late: as of `InstantGpu`."""
+    def run(self, late: bool, after: Callable[[], object] = lambda: None) -> None:
+        """Run all layers again; kernels and copies do nothing.
+
+        late: as of `InstantGpu`. after: is called when a forward has ended.
+        """
         engine, self._gpu.works, self._gpu.late = self._engine, False, late
         with torch.inference_mode():
             for rows, ids, layers in self._forwards:
@@ -325,8 +333,18 @@ class Recorded:
                     self._embed(given)
                 for layer, inputs in zip(engine.layers, layers, strict=True):
                     layer.forward(*inputs)
+                after()
         for name in {row.name for rows, *_ in self._forwards for row in rows}:
             engine.end_sequence(name)
+
+    def launches(self, late: bool, rows: int) -> float:
+        """Launches of a layer in forwards of so many rows."""
+        counted = list[int]()
+        self._gpu.launches()
+        self.run(late, lambda: counted.append(self._gpu.launches()))
+        of = zip(self._forwards, counted, strict=True)
+        found = [(count, len(layers)) for ((spans, _, layers), count) in of if spans[-1].stop == rows]
+        return sum(count for count, _ in found) / sum(layers for _, layers in found)
 
     def calls(self, late: bool) -> float:
         """Calls of functions in Python and from it, a layer, prompts and the forwards' begin included."""

@@ -20,6 +20,8 @@ from tiermoe.kernels.pack import BITS, GROUPS, PackedShape
 from tiermoe.kernels.packed_ffn import FullLayer, PackedLayer, Threads, instruction_sets
 from tiermoe.limits import check_threads
 
+from .random_forms import random_expert
+
 if TYPE_CHECKING:
     from .cases import Kernel
 
@@ -176,13 +178,8 @@ class _Shape:
         )
         form = ExpertForm(down=down, gate=gate, up=gate)
         experts = math.ceil(self._cold_bytes / form.nbytes())
-        # scales are finite whatever they are: exponents of 100 to 115 of e8m0
-        fills = {"F32": self._values, "F16": self._values.astype(np.float16), "U8": self._bytes}
-        arrays = {
-            name: np.resize(self._bytes % 16 + 100 if name.endswith("scale") and code == "U8" else
-                            fills.get(code, self._bytes), (experts, *size))
-            for name, (code, size) in form.parts().items()
-        }  # fmt: skip
+        one = random_expert(form, self._rng)
+        arrays = {name: np.resize(part, (experts, *part.shape)) for name, part in one.items()}
         parts = [{name: array[expert] for name, array in arrays.items()} for expert in range(experts)]
         layer = FormLayer(parts, [form] * experts, "silu", self._pool)
         return self._case(kind, layer, form.nbytes(), experts)

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# module: name for pip. Ray, typer, FastAPI and matplotlib are not needed; nanobind is, as sources.
+# module: name for pip. Ray and what the command line needs are of one part alone; nanobind is needed as sources.
 NEEDED = {
     "numpy": "numpy", "torch": "torch", "transformers": "transformers", "safetensors": "safetensors",
     "tokenizers": "tokenizers", "pydantic": "pydantic", "yaml": "pyyaml", "psutil": "psutil", "rich": "rich",
     "grpc": "grpcio", "nanobind": "nanobind",
 }  # fmt: skip
 USED_IF_THERE = {"triton": "triton", "accelerate": "accelerate", "pytest": "pytest", "hypothesis": "hypothesis"}
+FOR_RAY = {"ray": "ray", "typer": "typer", "grpc_health": "grpcio-health-checking"}  # of part `ray`
 
 
 def installed(module: str) -> bool:
@@ -136,7 +137,7 @@ def main(root: Path) -> int:
         say(f"  with a network:    {sys.executable} -m pip install -c constraints.txt {' '.join(lacking)}")
         say("  without one:       see docs/gpu-measurements.md, 'What it needs'")
         return 1
-    for name in missing(USED_IF_THERE):
+    for name in missing(USED_IF_THERE | FOR_RAY):
         say(f"{name} is not installed: what needs it is left out and said on the page")
     say("building the C++ extensions ...")
     try:

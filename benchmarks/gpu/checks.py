@@ -1,4 +1,4 @@
-"""Part `tests`: the tests that need a GPU, and the kernels' tests that run interpreted elsewhere.
+"""Parts `tests` and `recovery`: the tests that need a GPU, and the kernels' tests that run interpreted elsewhere.
 
 Each file is a pytest process of its own, in parallel: a fault on the GPU ends only one file.
 """
@@ -9,12 +9,15 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .build import installed
 from .run_parts import NO_TIME, Context, Record, end
 
+RECOVERY = ["tests/cuda/test_graphs.py::test_serving_goes_on_after_a_failed_capture"]
+_TOY_TARGET = "tests/unit/test_bench_gpu_routing.py"
 _RESERVE_S = 5.0  # of the part's time, to write the results
 _SHOWN = 600  # characters of a failure
 # of pytest-xdist, if it is there, for the longest
@@ -25,6 +28,16 @@ Failures = list[dict[str, str]]
 
 
 def run(context: Context, record: Record) -> None:
+    """All of them."""
+    _run(targets(context), context, record)
+
+
+def recovery(context: Context, record: Record) -> None:
+    """Whether serving goes on after a capture that failed, and after one without memory."""
+    _run(RECOVERY if not context.toy else [_TOY_TARGET], context, record)
+
+
+def _run(wanted: Sequence[str], context: Context, record: Record) -> None:
     if not installed("pytest"):
         record.note("the tests did not run: pytest is not installed")
         record.check("tests ran", 0, ">=", 1, always=True)
@@ -33,7 +46,6 @@ def run(context: Context, record: Record) -> None:
         record.note("hypothesis is not installed: files that import it count as errors")
     with TemporaryDirectory() as folder:
         scratch, processes = Path(folder), list[subprocess.Popen[bytes]]()
-        wanted = targets(context)
         try:
             for i, target in enumerate(wanted):
                 command = [
@@ -59,7 +71,7 @@ def targets(context: Context) -> list[str]:
     """The arguments of pytest: each file that needs a GPU; the kernels' as one. A toy run tries one file."""
     files = sorted(path.relative_to(context.root) for path in (context.root / "tests/cuda").glob("test_*.py"))
     if context.toy:
-        return ["tests/unit/test_bench_gpu_routing.py"]
+        return [_TOY_TARGET]
     return [*map(str, files), "tests/kernels"]
 
 

@@ -13,22 +13,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ConfigDict
 from torch import nn
 
+from tiermoe.actors.engine.cache.form_slots import FormWeights
 from tiermoe.actors.engine.cache.low_bits import ReplicaWeights
 from tiermoe.actors.engine.cache.slots import LayerWeights
 from tiermoe.actors.engine.model.attention import attention_for
 from tiermoe.actors.engine.model.model import MoeBlock, assign_dense, blocks_at, register_implementation
-from tiermoe.actors.store.format import ExpertShape
+from tiermoe.actors.store.format import ExpertShape, Published, part_bytes
 from tiermoe.cluster.simulate.shapes import ModelShape, shape_named
 from tiermoe.cluster.yaml_file import read_yaml
 from tiermoe.errors import ConfigError, UnsupportedModelError
+from tiermoe.kernels.forms import ExpertForm, MatrixForm
 from tiermoe.kernels.pack import PackedShape
 from tiermoe.kernels.packed_slots import packed_shapes
 from tiermoe.limits import host_free_bytes, usable_cores
 
+from ..random_forms import random_expert
 from .near_data import DISTINCT_LAYERS
 from .run_parts import Context
 
@@ -38,7 +42,10 @@ class RealShape(ModelShape):
 
     Attributes:
         model_type: transformers' name of the architecture. options: of its configuration.
-        shrinks: whether fewer layers may run where memory is short.
+        most_layers: so many of its layers run at most, and fewer where memory is short; 0: all of them.
+        form: of an expert's matrices as published (`MatrixForm`); None: neurons in the type of the compute.
+        fused: gate and up are one matrix, with these fields of `ExpertForm`.
+        most_ms: a token of all layers should take, with all experts resident.
     """
 
     model_config = ConfigDict(protected_namespaces=())  # `model_type` is transformers' word
@@ -46,13 +53,46 @@ class RealShape(ModelShape):
     name: str
     model_type: str
     options: dict[str, Any]
-    shrinks: bool = False
+    most_layers: int = 0
+    form: dict[str, Any] | None = None
+    fused: dict[str, Any] | None = None
+    most_ms: float | None = None
 
     @property
     def expert(self) -> ExpertShape:
         return ExpertShape(
-            num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, gates=2, has_bias=False
-        )
+            num_experts=self.experts, hidden=self.hidden, intermediate=self.intermediate, gates=2,
+            has_bias=bool((self.fused or {}).get("bias")),
+        )  # fmt: skip
+
+    @property
+    def expert_form(self) -> ExpertForm | None:
+        """The form of a published expert."""
+        if self.form is None:
+            return None
+
+        def matrix(outputs: int, inputs: int) -> MatrixForm:
+            return MatrixForm(outputs=outputs, inputs=inputs, **self.form)  # type: ignore[arg-type]
+
+        down, gate = matrix(self.hidden, self.intermediate), matrix(self.intermediate, self.hidden)
+        if self.fused is None:
+            return ExpertForm(down=down, gate=gate, up=gate)
+        return ExpertForm(down=down, gate_up=matrix(2 * self.intermediate, self.hidden), **self.fused)
+
+    def published(self, layers: int) -> Published | None:
+        """The forms of so many layers, as an engine takes them."""
+        form = self.expert_form
+        return None if form is None else Published.of_layers([form] * layers)
+
+    @property
+    def label(self) -> str:
+        """The name of the form."""
+        return "neurons" if self.form is None else self.form["kind"]
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Of one expert. dtype: of neurons."""
+        form = self.expert_form
+        return self.expert.nbytes(dtype.itemsize) if form is None else form.nbytes()
 
     def config(self, moe_layers: int) -> Any:
         """transformers' configuration with this number of MoE layers."""
@@ -68,8 +108,9 @@ class RealShape(ModelShape):
 def _shapes() -> tuple[dict[str, RealShape], dict[str, RealShape]]:
     """The models of models.yaml by name, at their real and at their toy sizes."""
     real, toy = dict[str, RealShape](), dict[str, RealShape]()
-    for key, of in read_yaml(Path(__file__).with_name("models.yaml")).items():
-        small = of.pop("toy")
+    for key, given in read_yaml(Path(__file__).with_name("models.yaml")).items():
+        of, small = dict(given), dict(given["toy"])
+        del of["toy"]
         real[key] = RealShape(**shape_named(of.pop("shape")).model_dump() | of)
         options = of["options"] | _SMALL | small.pop("options")
         changes = {"name": f"toy {of['name']}", "top_k": 2, "hidden": 64, "intermediate": 96, "options": options}
@@ -85,7 +126,8 @@ REAL, TOY = _shapes()
 
 
 def experts_modules(model: Any) -> list[str]:
-    return [name for name, module in model.named_modules() if hasattr(module, "has_gate") and hasattr(module, "act_fn")]
+    """The names of the modules that transformers' experts interface runs."""
+    return [name for name, module in model.named_modules() if hasattr(module, "has_gate")]
 
 
 @dataclass(frozen=True)
@@ -187,7 +229,8 @@ def build_random_model(
 
 
 _HUGE = 2 << 20  # bytes of a huge page
-_ALIGNED = 64  # bytes, of a tensor of replicas
+_ALIGNED = 64  # bytes, of a tensor of replicas, or a part of an expert
+_DISTINCT_EXPERTS = 4  # of a layer in a published form
 _SCALE = 1e-3  # of all replicas, and their offsets
 
 
@@ -200,29 +243,28 @@ class HostExperts:
         how: the kind of each layer's memory: "registered", "pinned" or "pageable". pin_s: seconds to register it.
     """
 
-    layers: list[LayerWeights] = field(default_factory=list)
+    layers: list[LayerWeights | FormWeights] = field(default_factory=list)
     how: list[str] = field(default_factory=list)
     pin_s: list[float] = field(default_factory=list)
     _replicas: dict[tuple[int, int], ReplicaWeights] = field(default_factory=dict)  # by bits and group
     _memory: list[tuple[Any, int | None]] = field(default_factory=list)
 
-    def add(self, shape: ExpertShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        """Add a layer: registered with the GPU if there is one, and filled from there.
+    def add(self, shape: RealShape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        """Add a layer: registered with the GPU if there is one.
 
         Raises:
             ConfigError: this machine has not enough memory.
         """
-        elements = shape.num_experts * shape.elements()
+        form = shape.expert_form
         begin_s = time.perf_counter()
-        flat, how, memory = _allocate(elements, dtype, device)
+        if form is None:
+            flat, how, memory = _allocate(shape.experts * shape.expert.elements(), dtype, device)
+        else:
+            flat, how, memory = _allocate(shape.experts * aligned_bytes(form), torch.uint8, device)
         self.pin_s.append(time.perf_counter() - begin_s)
-        _fill(flat, device, seed)
-        size = shape.num_experts * shape.intermediate * shape.gates * shape.hidden
-        gate_up = flat[:size].view(shape.num_experts, *shape.gate_up)
-        down = flat[size:].view(shape.num_experts, *shape.down)
-        self.layers.append(LayerWeights((gate_up, down)))
         self.how.append(how)
         self._memory.append(memory)
+        self.layers.append(_neurons(flat, shape.expert, device, seed) if form is None else published(flat, form, seed))
 
     def replicas(self, shape: ExpertShape, bits: int, group: int, device: torch.device) -> ReplicaWeights:
         """Replicas of one width with random codes, in the same kind of memory; those of a few layers serve all in turn.
@@ -295,6 +337,35 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[
         return flat, "pageable", (block, None)
 
 
+def _neurons(flat: torch.Tensor, shape: ExpertShape, device: torch.device, seed: int) -> LayerWeights:
+    """A layer's experts in this memory, filled from the GPU if there is one."""
+    _fill(flat, device, seed)
+    size = shape.num_experts * shape.intermediate * shape.gates * shape.hidden
+    gate_up = flat[:size].view(shape.num_experts, *shape.gate_up)
+    down = flat[size:].view(shape.num_experts, *shape.down)
+    return LayerWeights((gate_up, down))
+
+
+def aligned_bytes(form: ExpertForm) -> int:
+    """Of an expert in a published form, each part of which begins aligned."""
+    return sum(-(-nbytes // _ALIGNED) * _ALIGNED for nbytes in part_bytes(form).values())
+
+
+def published(flat: torch.Tensor, form: ExpertForm, seed: int) -> FormWeights:
+    """Experts in a published form that fill this memory, uint8; a few different ones take turns."""
+    rng, step = np.random.default_rng(seed), aligned_bytes(form)
+    distinct = [random_expert(form, rng) for _ in range(min(_DISTINCT_EXPERTS, len(flat) // step))]
+    experts = []
+    for number, begin in enumerate(range(0, len(flat), step)):
+        parts, at = list[torch.Tensor](), begin
+        for part in distinct[number % len(distinct)].values():
+            values = torch.from_numpy(part.reshape(-1).view(np.uint8))
+            parts.append(flat[at : at + len(values)].copy_(values))
+            at += -(-len(values) // _ALIGNED) * _ALIGNED
+        experts.append(tuple(parts))
+    return FormWeights(tuple(experts))
+
+
 def _fill(flat: torch.Tensor, device: torch.device, seed: int) -> None:
     """Random numbers of an expert's scale, or bytes: one block, repeated."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -309,29 +380,27 @@ def _fill(flat: torch.Tensor, device: torch.device, seed: int) -> None:
 
 
 _HOST_SHARE, _GPU_SHARE = 0.75, 0.85
-_SHRUNK_SHARE = 0.65  # of the GPU, for shapes that shrink: batched_mm copies the experts of a prompt
-_MOST_LAYERS = 16  # of a shape that shrinks, for the time of the other parts
+_PART_SHARE = 0.65  # of the GPU, for a part of a shape's layers: batched_mm copies the experts of a prompt
 
 
 def moe_layers(shape: RealShape, context: Context) -> int:
-    """The number of MoE layers to run: all, or as many as memory holds of a shape that shrinks.
+    """The number of MoE layers to run: all, or as many as memory holds of a shape that need not run whole.
 
     Host memory has the experts once; the GPU's twice: the reference's, and ours at budget 1.0.
 
     Raises:
         ConfigError: all must fit, and do not.
     """
-    wanted = shape.moe_layers
+    wanted = min(shape.moe_layers, shape.most_layers or shape.moe_layers)
     if context.toy:
-        return wanted
-    layer_bytes = shape.experts * shape.expert.nbytes(context.dtype.itemsize)
+        return shape.moe_layers
+    layer_bytes = shape.experts * shape.slot_bytes(context.dtype)
     room = int(_HOST_SHARE * host_free_bytes() / layer_bytes)
     if context.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(context.device)
-        share = _SHRUNK_SHARE if shape.shrinks else _GPU_SHARE
-        room = min(room, int(share * free / 2 / layer_bytes))
-    if shape.shrinks and room >= 2:
-        return min(wanted, room, _MOST_LAYERS)
+        room = min(room, int((_PART_SHARE if shape.most_layers else _GPU_SHARE) * free / 2 / layer_bytes))
+    if shape.most_layers and room >= 2:
+        return min(wanted, room)
     if room < wanted:
         raise ConfigError(
             f"{shape.name} has {wanted} layers of {layer_bytes / 1e9:.2f} GB, there is room for {room}",

@@ -19,10 +19,6 @@ _CELL = 300  # characters
 
 # Keys that the page shows of a kind of row; all of the other kinds.
 _SHOWN = {
-    "decode": (
-        "budget", "batch", "preset", "lossless", "tpot_ms", "reference_ms", "speed", "hit_rate", "mb_per_token",
-        "blocked_ms", "writeback_blocked_ms", "floor_link_ms", "floor_read_ms", "kernels", "ndp",
-    ),
     "trace": ("family", "hit_rates", "recalls"),
     "reference": ("case", "batch", "tpot_ms", "ttft_ms"),
     "load": ("shape", "expert", "batch", "memory", "gbps", "gbps_minimum", "gbps_maximum", "share",

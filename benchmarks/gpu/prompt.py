@@ -41,7 +41,7 @@ def run(context: Context, record: Record) -> None:
         absent = (1 - BUDGET) * layers * shape.experts * shape.expert.nbytes(context.dtype.itemsize)
         for rows in (tokens, tokens // 16):
             case = f"{shape.name}, a prompt of {tokens} tokens, {rows} at once"
-            if not record.has_time(context, _CASE_S, case):
+            if record.measured("prompt", rows=rows) or not record.has_time(context, _CASE_S, case):
                 continue
             kv = KvSettings(page_size=16, tokens=tokens + 64, max_batch_tokens=rows, prefix_cache=False)
             with record.trying(case, must_run=True), bench.engine("on-demand", BUDGET, near_data) as engine:

@@ -96,33 +96,22 @@ class Replay:
         self._routers = [(weight * _OWN).to(dtype) for weight in weights]  # [E, H]
         self._rows_of = cache(lambda table, layer: self._tables[table][layer].unbind())  # of each token [E]
         self.tokens, self.layers, self.top_k = trace.ids.shape[0], trace.ids.shape[1], top_k
-        self._rows = 0
-        self._now: slice | torch.Tensor = slice(0, 0)  # tokens of the trace in the current forward
-        self._next: slice | torch.Tensor = slice(0, 0)  # and in the one after it
+        self._now = slice(0, 0)  # tokens of the trace in the current forward
+        self._next = slice(0, 0)  # and in the one after it
         self._layer = 0
         self._hooks: list[Any] = []
 
-    def begin(self, position: int, rows: int, batch: int = 1) -> None:
+    def begin(self, position: int, rows: int) -> None:
         """The next forward runs tokens position to position + rows of the trace.
-
-        Args:
-            batch: sequences side by side, each of which begins at another token of the trace, which repeats.
 
         Raises:
             ValueError: the trace is shorter.
         """
         if position + rows > self.tokens:
             raise ValueError(f"the trace has {self.tokens} tokens, not {position + rows}")
-        self._rows = batch * rows
-        if batch == 1:
-            self._now = slice(position, position + rows)
-            start = min(position + rows, self.tokens - rows)
-            self._next = slice(start, start + rows)
-            return
-        device = self._ids.device
-        starts = torch.arange(batch, device=device)[:, None] * (self.tokens // batch)
-        at = (position + starts + torch.arange(rows, device=device)).flatten()
-        self._now, self._next = at % self.tokens, (at + rows) % self.tokens
+        self._now = slice(position, position + rows)
+        start = min(position + rows, self.tokens - rows)
+        self._next = slice(start, start + rows)
 
     def attach(self, modules: Sequence[Any]) -> None:
         """Replace the routing of these experts modules, one per layer, until `close`."""
@@ -166,14 +155,14 @@ class Replay:
     def _probe(self, layer: int) -> RouterProbe:
         return _ReplayedRouter(self, layer)
 
-    def operands(self, layer: int) -> tuple[torch.Tensor, int, slice | torch.Tensor]:
+    def operands(self, layer: int) -> tuple[torch.Tensor, int, slice]:
         """A layer's router as it answers now: weight [E, H], the table of logits, and their tokens."""
         distance = layer - self._layer
         wraps = distance < 0  # the next forward's
         table = len(self._tables) - 1 if wraps else min(distance, len(self._tables) - 1)
         return self._routers[layer], table, self._next if wraps else self._now
 
-    def logits(self, table: int, layer: int, tokens: slice | torch.Tensor) -> torch.Tensor:
+    def logits(self, table: int, layer: int, tokens: slice) -> torch.Tensor:
         """[T, E]."""
         return self._tables[table][layer, tokens]
 
@@ -197,7 +186,7 @@ class _ReplayedRouter:
     def on_device(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, int] | None:
         """As of `LinearRouter`, for the present token alone: the next one's are others."""
         weight, table, tokens = self._replay.operands(self._layer)
-        if not isinstance(tokens, slice) or rows != 1:
+        if rows != 1:
             return None
         return weight, self._replay.row(table, self._layer, tokens.start), 1
 
@@ -208,6 +197,11 @@ class _ReplayedLayer:
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self._inner.forward(hidden, *self._replay.routing(self._index, weights))
+
+    def forward_into(
+        self, out: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        self._inner.forward_into(out, hidden, *self._replay.routing(self._index, weights))
 
 
 def profile_of(trace: RoutingTrace, seed: int = 0) -> ExpertProfile:

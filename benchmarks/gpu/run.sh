@@ -3,13 +3,15 @@
 #
 #   benchmarks/gpu/run.sh [--out FOLDER] [--parts a,b] [--seconds N] [--device cpu --sizes toy]
 #
-# PYTHON chooses the interpreter. Packages in build/gpu-site (see docs/gpu.md) are used if they are there.
+# PYTHON chooses the interpreter. Packages in build/gpu-site, or packed in build/gpu-site.tar.xz, are used if they are
+# there (docs/gpu-measurements.md).
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
 python="${PYTHON:-python3}"
 site="$root/build/gpu-site"
 names="$root/build/gpu-path"
+if [ -f "$site.tar.xz" ] && [ ! -d "$site" ]; then mkdir -p "$site" && tar -xJf "$site.tar.xz" -C "$site"; fi
 if [ -d "$site" ]; then export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}$site"; fi
 "$python" "$here/build.py"
 mkdir -p "$names"

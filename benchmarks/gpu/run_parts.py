@@ -57,15 +57,20 @@ class Part:
         return found
 
 
-# what is learned soonest and decides most first, in case the run is cut off; within fifteen minutes of a GPU
-PARTS = (
-    Part("machine", 25, "transfers.machine"), Part("mapped", 20, "transfers.mapped"), Part("qwen", 120),
-    Part("prompt", 60, "prompt.run"), Part("tests", 110, "checks.run"), Part("qwen3", 90),
-    Part("served", 40, "served.run"), Part("host", 60, "decode.host"), Part("loads", 25, "transfers.loads"),
-    Part("mixtral", 40), Part("deepseek", 30), Part("ndp", 15, "near_data.run"),
+# What is learned soonest and decides most first, in case the run is cut off. Those of `FIRST` take twelve minutes of a
+# GPU at most; the others have what is left, or another call.
+FIRST = (
+    Part("mapped", 40, "transfers.mapped"), Part("machine", 15, "transfers.machine"), Part("qwen", 90),
+    Part("qwen3", 60), Part("forms", 120, "forms.run"), Part("published", 120, "decode.published"),
+    Part("recovery", 60, "checks.recovery"), Part("prompt", 60, "prompt.run"), Part("ray", 60, "through_ray.run"),
 )  # fmt: skip
-TOTAL_S, TOY_S = 500.0, 500.0
+PARTS = (
+    *FIRST, Part("tests", 110, "checks.run"), Part("served", 40, "served.run"), Part("host", 60, "decode.host"),
+    Part("loads", 25, "transfers.loads"), Part("references", 60, "references.run"), Part("ndp", 15, "near_data.run"),
+)  # fmt: skip
+TOTAL_S, TOY_S = 500.0, 500.0  # of a call: a device may end a command after ten minutes
 BUILD_S = 30.0  # of the build before it; what it takes beyond that is the parts' loss
+CELLS = ("served", "timeline", "form", "prompt")  # kinds of rows that a later call that resumes does not measure again
 NO_TIME = "no time was left"  # in a note: a later call that resumes may have it
 
 
@@ -116,9 +121,16 @@ class Record:
         """Take over the cells that an earlier call measured, and what it judged of them; not what is measured anew."""
         if not isinstance(before, dict):
             return
-        self.rows = [row for row in before["rows"] if row["kind"] == "decode"]
+        self.rows = [row for row in before["rows"] if row["kind"] in CELLS]
         self.checks = [check for check in before["checks"] if check["ok"]]
         self.goals = list(before["goals"])
+
+    def measured(self, kind: str, **values: Any) -> bool:
+        """Whether there is a row of this kind with these values."""
+        return any(values.items() <= row.items() for row in self.rows_of(kind))
+
+    def rows_of(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["kind"] == kind]
 
     def row(self, kind: str, **values: Any) -> None:
         self.rows.append({"kind": kind} | values)

@@ -46,6 +46,10 @@ _PROMPT_ROWS = (1024, 2048, 4096, 8192)  # of a forward on a GPU, in place of th
 _PROMPT_SHARE = 1 / 8  # of what experts may have, for activations of a prompt's forward
 _SCANS = 4 * 4  # bytes: a scan over a prompt keeps four numbers in float32 for each of a state, in one layer at a time
 _MESSAGE_ROOM = 4 << 20  # of a message, for its routing
+_NOT_NEAR_DATA = (
+    "every miss is loaded: an NDP worker rounds otherwise than a GPU, and times decide which experts it gets; "
+    "--ndp-workers asks for one"
+)
 _RAY_BYTES, _PROCESS_BYTES = 1 << 30, 512 << 20  # of a local Ray, and of each of our processes without weights
 
 
@@ -72,6 +76,8 @@ def decided(
         policy = chosen_policy(name)
         settings = settings.model_copy(update={"policy": policy})
         why = (f"the default policy is {policy.name} here: {reason}",)
+    if gpu and settings.policy.uses_ndp and config.may_drop_workers(settings.policy):
+        why += (_NOT_NEAR_DATA,)
     auto = settings.budget.auto is not None
     takes_rows = gpu and "max_batch_tokens" not in settings.kv.model_fields_set
     if auto or (takes_rows and _gpu_free(config, here) is not None):
@@ -134,7 +140,7 @@ def _host_bytes(
     room = left // (cluster.replicas * devices)
     if left >= facts.all_bytes or room < facts.expert_bytes:
         return None, ()
-    why = (f"the store has {size(facts.all_bytes)} of experts",)
+    why: tuple[str, ...] = (f"the store has {size(facts.all_bytes)} of experts",)
     alone = sum(node.alive for node in nodes) == 1
     if alone and has_ndp(config, settings, facts, nodes) and computes_stored(settings, facts):
         if not config.may_drop_workers(policy):

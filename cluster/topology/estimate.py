@@ -129,7 +129,7 @@ def links_of(config: RunConfig, gpu: bool, here: bool) -> Hardware:
     if not gpu and link.gbps is not None:
         return Hardware("CPU stand-in, as configured", link.gbps, link.latency_us)
     found = _GPU if gpu else replace(_STAND_IN, link_latency_us=link.latency_us)
-    costs, _ = known_costs() if here else (None, "")
+    costs = known_costs() if here else None
     if costs is not None and costs.executor == ("real" if gpu else "emulated"):
         return replace(found, name=costs.machine, link_gbps=costs.copy_gbps)
     return found

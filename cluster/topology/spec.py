@@ -63,6 +63,7 @@ class ModelFacts:
         source: where the figures come from, for people.
         published_elements, published_bytes: of those, and of the matrices that hold them, what stays in its published
             form.
+        table_bytes: of those, embeddings whose rows are read from a mapped file when they are asked for.
         dense_estimated: whether `dense_elements` is computed from the configuration and not read from files.
         form: published form in which experts stay, such as "fp8_block"; None: they are numbers of `item_bytes`.
         form_bytes: of one expert in that form as a slot holds it; of the largest, where layers differ.
@@ -88,6 +89,7 @@ class ModelFacts:
     dense_estimated: bool = False
     published_elements: int = 0
     published_bytes: int = 0
+    table_bytes: int = 0
     form: str | None = None
     form_bytes: int = 0
     form_width: int = FULL_BITS
@@ -118,11 +120,13 @@ class ModelFacts:
     def dense_bytes(self, item: int, gpu: bool) -> int:
         """Bytes of the dense part on a device that computes in numbers of `item` bytes.
 
-        On a CPU in float32 published matrices stay as they are (`engine.model.published_linear`).
+        Published matrices stay as they are, but on a CPU in other types than float32 (`engine.model.published_linear`).
+        On a CPU of tables no more is in memory than the rows of recent tokens.
         """
-        if gpu or item != 4:
+        if not gpu and item != 4:
             return self.dense_elements * item
-        return (self.dense_elements - self.published_elements) * item + self.published_bytes
+        resident = self.published_bytes - (0 if gpu else self.table_bytes)
+        return (self.dense_elements - self.published_elements) * item + resident
 
     def kv_bytes(self, item: int, kv: KvSettings) -> int:
         """Bytes of the KV cache, where the computation is in numbers of `item` bytes."""
@@ -311,13 +315,14 @@ def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:
 
 
 def has_ndp(config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
-    """Whether there are NDP workers. A policy that can do without has none where no node is marked for them, or where
-    the modelled devices or the host memory of a single node do not hold the experts.
+    """Whether there are NDP workers. A policy that can do without has none on GPUs, where no node is marked for them,
+    or where the modelled devices or the host memory of a single node do not hold the experts.
     """
     workers = config.ndp_workers(settings.policy)
     if not config.may_drop_workers(settings.policy):
         return workers > 0
-    if settings.host_bytes is not None and sum(node.alive for node in nodes) == 1:
+    alone = sum(node.alive for node in nodes) == 1
+    if wants_gpu(settings, nodes) or (settings.host_bytes is not None and alone):
         return False
     marked = any(node.alive and node.amount("ndp") >= 1 for node in nodes)
     return workers > 0 and marked and facts.all_bytes <= workers * settings.ndp.device.capacity_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,21 @@ def test_long_contexts_and_other_rows_have_recordings_of_their_own(tmp_path: Pat
     torch.cuda.synchronize()
 
 
-def test_serving_goes_on_after_a_failed_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An allocation that no device has, inside the capture: the step runs again, and later ones are recorded."""
+def _lacks_memory(hidden: torch.Tensor) -> None:
+    torch.empty(1 << 45, dtype=torch.uint8, device=hidden.device)  # which no device has
+
+
+def _is_not_permitted(hidden: torch.Tensor) -> None:
+    float(hidden.sum())  # waits
+
+
+@pytest.mark.parametrize(
+    ("what", "refused", "problem"), [(_lacks_memory, 1, False), (_is_not_permitted, 0, True)], ids=["memory", "a wait"]
+)
+def test_serving_goes_on_after_a_failed_capture(
+    what: Callable[[torch.Tensor], None], refused: int, problem: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step runs again. Later ones are recorded where memory was short; a model that waits runs without graphs."""
     layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     store = prepared(save_tiny_checkpoint("qwen3_moe", tmp_path / "model", **layers), tmp_path / "store")
     monkeypatch.setattr(recorded_module, "_REST", 4)
@@ -86,16 +100,16 @@ def test_serving_goes_on_after_a_failed_capture(tmp_path: Path, monkeypatch: pyt
         recorded._recordings.clear()
         forward, tried = norm.forward, []
 
-        def lacking(hidden: torch.Tensor) -> torch.Tensor:
+        def failing(hidden: torch.Tensor) -> torch.Tensor:
             if torch.cuda.is_current_stream_capturing() and not tried:
                 tried.append(torch.cuda.mem_get_info()[0])
-                torch.empty(1 << 45, dtype=torch.uint8, device=hidden.device)
+                what(hidden)
             return forward(hidden)
 
-        monkeypatch.setattr(norm, "forward", lacking)
+        monkeypatch.setattr(norm, "forward", failing)
         assert greedy(worker, PROMPTS[:1], TOKENS) == expected
-        assert (recorded.problem, recorded.refused, len(tried)) == (None, 1, 1)
+        assert (recorded.problem is not None, recorded.refused, len(tried)) == (problem, refused, 1)
         torch.cuda.empty_cache()  # asserts where the allocator still takes from the failed capture's pool
         replays = recorded.replays
         assert greedy(worker, PROMPTS[:1], TOKENS) == expected
-        assert recorded.replays > replays
+        assert (recorded.replays > replays) == (not problem)

@@ -111,7 +111,7 @@ def test_the_help_lists_the_commands_of_all_files_in_one_order() -> None:
         "serve", "sweep", "compare", "overhead", "host", "ttft", "turns", "scale", "streams", "activeevict",
         "auto-emulated", "buddymoe", "default", "fmoe", "moepic", "ndp", "prefetch", "presets", "papers", "redraw",
         "gpu", "deployment", "drafts", "draft-table", "disk", "core", "validation", "auto", "channel", "kernel",
-        "resident",
+        "resident", "gpu-estimates",
     ]  # fmt: skip
     for name in names:
         done = CliRunner().invoke(bench_commands.bench_app, [name, "--help"])

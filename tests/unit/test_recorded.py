@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -9,18 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from serving import greedy, prepared, serving, settings
+from fake_gpu import FakeGpu
+from serving import greedy, prepared, serving, serving_group, settings
 from tiny_models import save_tiny_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiermoe.actors.budget import GRAPH_ROWS
+from tiermoe.actors.budget import GRAPH_ROWS, MARGIN_BYTES, MARGIN_SHARE, AutoBudget
+from tiermoe.actors.engine import make_device as devices
+from tiermoe.actors.engine.cuda.device import CudaDevice
 from tiermoe.actors.engine.model import attention
+from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.engine.serving import recorded as recorded_module
 from tiermoe.actors.engine.serving.batching import ContinuousBatcher
 from tiermoe.actors.engine.serving.recorded import Recorded, Unrecorded
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
-from tiermoe.actors.settings import KvSettings
+from tiermoe.actors.settings import KvSettings, ShardSettings
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.errors import ConfigError, StoreError
 
@@ -346,3 +351,87 @@ def test_when_steps_are_graphs(store: ExpertStore, monkeypatch: pytest.MonkeyPat
         GpuWorker(settings(0.5, compile="graphs"), store.describe()).start()
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     assert attention.attention_of_steps("auto", "auto", "auto", gpu) == ("auto", False)  # without Triton
+
+
+# -- all at once, beside fake GPUs -------------------------------------------------------------------------------------
+
+
+class _Lacking(Graph):
+    """A graph for which there is no memory at times: of the first recording, and of later ones."""
+
+    tried = 0
+
+    def capture_end(self) -> None:
+        _Lacking.tried += 1
+        if _Lacking.tried % 7 == 1:
+            raise RuntimeError("CUDA error: out of memory")
+        super().capture_end()
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, memory: int) -> list[FakeGpu]:
+    """Of the lead and of a shard; the lead's has so much memory."""
+    gpus = [FakeGpu(seed, pin_all=False) for seed in range(2)]
+    for gpu, module in zip(gpus, (devices, shard_module), strict=True):
+        gpu.eager, gpu.pages.granularity = True, mmap.PAGESIZE
+        monkeypatch.setattr(module, "make_device", lambda *_, gpu=gpu: CudaDevice(gpu, staging_bytes=1 << 16))
+    gpus[0].memory = memory
+    return gpus
+
+
+def _together(worker: GpuWorker, turn: int) -> list[list[int]]:
+    """Prompts in flight together, beside one that is cancelled in the middle; the tokens of the others."""
+    sampling = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
+    asked = [GenerationRequest(f"{turn}-{i}", tuple(prompt), sampling) for i, prompt in enumerate(_LONG)]
+    gone = GenerationRequest(f"{turn}-gone", tuple(_LONG[0]), SamplingParams(max_tokens=40, ignore_eos=True))
+    streams = [worker.submit(request) for request in (gone, *asked)]
+    leaving = iter(streams[0])
+    assert next(leaving).token_ids
+    assert worker.cancel(gone.request_id)
+    assert list(leaving)[-1].finish == "cancelled"
+    return [[token for event in stream for token in event.token_ids] for stream in streams[1:]]
+
+
+_TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # of the KV cache: keys and values, layers, heads, width, float32
+_TOKENS = 8
+_LONG = [[(7 * i + 3 * j) % 90 + 3 for j in range(14 + 12 * i)] for i in range(3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 2])
+def test_with_all_at_once_requests_have_their_tokens(
+    shards: int, store: ExpertStore, captured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefetch, eviction, recorded steps whose captures fail at times, requests that are cancelled; on one GPU memory
+    that goes between slots and KV cache, on two a shard. No use of memory is out of order.
+    """
+    plain = settings(0.5, "next-gate", kv=KV, compile="off")
+    with serving(store, plain) as worker:
+        expected = [greedy(worker, [prompt], _TOKENS)[0] for prompt in _LONG]
+    monkeypatch.setattr(attention, "attention_of_steps", lambda *_: ("triton", True))
+    monkeypatch.setattr("tiermoe.actors.engine.model.model.attention_for", lambda *_: "sdpa")
+    monkeypatch.setattr(recorded_module, "Recorded", partial(Recorded, graph=_Lacking, pool=Pool))
+    monkeypatch.setattr(recorded_module, "_REST", 2)
+    monkeypatch.setattr(_Lacking, "tried", 0)
+    slot = store.describe().manifest.experts.nbytes(4)
+    kv = KvSettings(page_size=4, tokens=128, max_batch_tokens=32, max_num_seqs=6, prefix_cache=False)
+    gpus = _gpus(monkeypatch, 80 << 30)
+    budget: Any = 0.3
+    if shards == 1:
+        kv_bytes = 128 * _TOKEN_BYTES
+        free = int((kv_bytes + MARGIN_BYTES + 3.5 * slot) / (1 - MARGIN_SHARE))
+        experts = len(store.describe().manifest.layers) * store.describe().manifest.experts.num_experts
+        budget = AutoBudget(free=free, final=True, kv=kv_bytes, slot=slot, most=experts * slot, tokens=128, chunk=32)
+    config = settings(budget, "next-gate", kv=kv, compile="off", shards=ShardSettings(count=shards))
+    with serving_group(store, config) as group:
+        worker = group.lead
+        for turn in range(2):
+            assert _together(worker, turn) == expected
+        stats, recorded = worker.stats(), worker.batcher._manager.steps.recorded
+        total = stats.total()
+        assert (recorded.problem, recorded.refused > 0, recorded.replays > 0) == (None, True, True)
+        assert total.bytes_loaded_prefetch > 0
+        assert total.bytes_loaded_demand > 0
+        assert (total.shard_tokens > 0) == (shards == 2)
+        assert shards == 2 or stats.shared.to_kv > 0
+        worker.engine.cache.check_integrity()
+    assert not any(gpu.hazards or gpu.registered for gpu in gpus)
