@@ -120,14 +120,15 @@ def _host_bytes(
     """Host memory of each lead and shard that its slots are loaded from, where all of it does not hold the experts;
     None: the store is mapped.
 
-    NDP workers that compute experts as stored map them. Those that are optional are left out where that does not fit.
+    NDP workers that compute experts as stored map them, on nodes of their own. On a single node those that are optional
+    are left out.
 
     Raises:
         ConfigError: such workers are needed, and this one node does not hold the store.
     """
     cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
-    memory = _host_free(nodes)
-    if memory is None or cluster.store.layout != "replicated" or (settings.budget.auto is not None and not gpu):
+    memory, beside = _host_free(nodes), cluster.store.layout == "replicated" and cluster.store.nodes == "workers"
+    if memory is None or not beside or (settings.budget.auto is not None and not gpu):
         return None, ()
     terms, keys, devices = _terms(config, settings, facts, nodes, here), facts.layers * facts.experts, cluster.shards
     taken = MARGIN_BYTES + int(MARGIN_SHARE * memory) + _process_bytes(config, settings)
@@ -140,9 +141,8 @@ def _host_bytes(
     if left >= facts.all_bytes or room < facts.expert_bytes:
         return None, ()
     why: tuple[str, ...] = (f"the store has {size(facts.all_bytes)} of experts",)
-    if has_ndp(config, settings, facts, nodes) and computes_stored(settings, facts):
-        if sum(node.alive for node in nodes) > 1:
-            return None, ()
+    alone = sum(node.alive for node in nodes) == 1
+    if alone and has_ndp(config, settings, facts, nodes) and computes_stored(settings, facts):
         if not config.may_drop_workers(policy):
             raise ConfigError(
                 f"NDP workers of policy '{policy.name}' compute experts where the store maps them, and host memory "

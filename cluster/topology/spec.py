@@ -316,12 +316,13 @@ def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:
 
 def has_ndp(config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
     """Whether there are NDP workers. A policy that can do without has none on GPUs, where no node is marked for them,
-    or where the modelled devices or host memory do not hold the experts.
+    or where the modelled devices or the host memory of a single node do not hold the experts.
     """
     workers = config.ndp_workers(settings.policy)
     if not config.may_drop_workers(settings.policy):
         return workers > 0
-    if wants_gpu(settings, nodes) or settings.host_bytes is not None:
+    alone = sum(node.alive for node in nodes) == 1
+    if wants_gpu(settings, nodes) or (settings.host_bytes is not None and alone):
         return False
     marked = any(node.alive and node.amount("ndp") >= 1 for node in nodes)
     return workers > 0 and marked and facts.all_bytes <= workers * settings.ndp.device.capacity_bytes

@@ -375,6 +375,22 @@ def test_a_store_larger_than_host_memory_is_read_from_the_disk(
     assert times.prompt_bytes == (64 * 64 - spec.shards * held) * forwards * times.nbytes
 
 
+def test_near_data_workers_map_the_store_on_a_node_that_holds_it() -> None:
+    """Lead and shard read the disk of theirs."""
+    config = load_run_config(None, {"threads": 1, "budget": "8GiB", "policy": "context-ndp-full"})
+    nodes = [
+        NodeInfo("gpu", "gpu", True, {"CPU": 2, "GPU": 1.0, "memory": 40.0 * GIB}),
+        NodeInfo("near", "near", True, {"CPU": 8, "ndp": 1.0, "memory": 90.0 * GIB}),
+    ]
+    settings, _ = decided(config, engine_settings(config), LARGE, nodes, here=False)
+    assert settings.host_bytes == pytest.approx((40 * 0.95 - 3.5) * GIB, rel=0.015)
+    topology = make_plans(config, settings, LARGE, nodes, "the tests", here=False)[0].topology
+    assert {actor.name: actor.node for actor in topology.having("lead", "ndp")} == {"lead": "gpu", "ndp-0": "near"}
+    assert {load.node: load.host_bytes for load in topology.loads} == {
+        "gpu": settings.host_bytes, "near": LARGE.all_bytes,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "given", [{"policy": "context-ndp-full"}, {"policy": "auto", "cluster": {"ndp_workers": 1}}],
 )  # fmt: skip
