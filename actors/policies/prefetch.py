@@ -186,6 +186,15 @@ class NextLayerOptions(PrefetchOptions):
             raise ValueError(f"prefetch {self.kind} is for the next layer: leave distance out")
 
 
+class NextGateOptions(PrefetchOptions):
+    """Options of `next-gate`."""
+
+    whole_layers: bool = Field(
+        default=False, description="a forward with 64 pairs of token and expert for each expert, or more, that needs "
+        "most experts of its layer prefetches all of the next one; not with synchronous",
+    )  # fmt: skip
+
+
 class PrefetchAnswers:
     """Checks what a prefetch policy answers; raises TypeError or ValueError."""
 
@@ -368,13 +377,7 @@ class NextGatePrefetch(LayeredPrefetch):
         layers, experts: L and E. top: experts per token. whole_layers: see above; not where the forward waits.
     """
 
-    class Options(PrefetchOptions):
-        whole_layers: bool = Field(
-            default=False, description="a forward with 64 pairs of token and expert for each expert, or more, that "
-            "needs most experts of its layer prefetches all of the next one; not with synchronous",
-        )  # fmt: skip
-
-
+    Options: ClassVar[type[PrefetchOptions]] = NextGateOptions
     name: ClassVar[str] = "next-gate"
     stateless: ClassVar[bool] = True
     needs_ids = False
