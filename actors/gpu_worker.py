@@ -124,7 +124,7 @@ class GpuWorker:
         from .engine.dense.compile import CompiledDense
         from .engine.describe import describe
         from .engine.engine import ExpertEngine, PeerLinks
-        from .engine.make_cache import ModelExperts, make_tier
+        from .engine.make_cache import ModelExperts, host_experts
         from .engine.make_device import make_device
         from .engine.model.architecture import left_out
         from .engine.model.attention import attention_of_steps
@@ -146,10 +146,7 @@ class GpuWorker:
         )
         settings = settle_budget(settings, device)
         self._sources = open_sources(self._view, self._stores, settings.store)
-        if settings.host_bytes is not None and not mapped:
-            stored = ModelExperts(manifest.experts, self._sources.weights, dtype, 1, manifest.published)
-            self._sources.read_into(make_tier(settings, stored))
-        pinned = None if self._sources.tier is not None else self._sources.pin(device, settings.copies)
+        pinned = host_experts(self._sources, manifest, settings, device, dtype)
         tables, low_bit = None, None
         with dense_folder(self._view, self._stores, settings.store) as folder:
             here = folder == Path(self._view.path)  # else a temporary copy
@@ -233,7 +230,7 @@ class GpuWorker:
             if drafts.kind == "mtp":
                 raise ConfigError(f"the model drafts nothing itself: {because}", "use drafts.kind: ngram, or auto")
         head = None if self._head is None else HeadDrafts(self._head, self._model)
-        pricing = DraftPricing(drafts.tokens, engine.experts, engine.top_k)
+        pricing = DraftPricing(drafts.tokens)
         with engine.alone:  # a model's own cache is tried
             because = self._batcher.draft(pricing, engine.decode_counts, head)
         engine.stats().drafts = pricing.stats if because is None else None
@@ -388,10 +385,7 @@ class GpuWorker:
 
     def stats(self) -> Any:
         """Counters since the last reset (`EngineStats`)."""
-        found, tier = self._engine.stats(), self._sources.tier
-        if tier is not None:
-            found.host_memory = tier.cache.live_stats().host_memory
-        return found
+        return self._sources.count_in(self._engine.stats())
 
     def shard_stats(self) -> list[dict[str, Any]]:
         """Counters of every GPU, the lead's first: totals over layers, slots and bytes.
@@ -401,7 +395,7 @@ class GpuWorker:
         from .engine.peers.shards import account
 
         others = self._engine.shards.reports() if self._engine.shards is not None else []
-        own = {"shard": "shard/0", "state": "serving"} | account(self._engine.stats())
+        own = {"shard": "shard/0", "state": "serving"} | account(self.stats())
         # a health report has no null: before anything ran, it has no rate
         return [{"hit_rate": None} | part if "hits" in part else part for part in (own, *others)]
 
@@ -418,7 +412,7 @@ class GpuWorker:
         peers = {name: peer.traffic() for name, peer in engine.peers.items()} | self._sources.reads()
         if engine.matcher is not None:
             peers[MATCHER] = engine.matcher.traffic()
-        return take_sample(engine.stats().counters() | own, peers)
+        return take_sample(self.stats().counters() | own, peers)
 
     def matcher_stats(self) -> dict[str, Any] | None:
         """Counters of the matcher since its start, and of the connection; None: the policy uses no matcher."""

@@ -100,10 +100,11 @@ def _token_s(
         settings, header, machine, resident, eviction, prefetch, popular,
     ))  # fmt: skip
     engine.forward([("text", rows.right.iterations[0])])
-    pricing, draw = DraftPricing(case.tokens, header.experts, header.top_k), random.Random(3)
+    pricing, draw = DraftPricing(case.tokens), random.Random(3)
     layer_s = machine.dense(1) + machine.experts(header.top_k, header.top_k)
     place, steps, drafts, begun_s, begun = 0, 0, 0, 0.0, 0
     for right, wrong in _chosen(pricing, draw, chance):
+        pricing.miss_s, pricing.absent = engine.cache.copy_s(), engine.cache.absent()
         if place >= _WARM_UP + case.max_tokens:
             break
         if not begun and place >= _WARM_UP:

@@ -84,8 +84,8 @@ class ClusterConfig(Settings):
     )  # fmt: skip
     ndp_workers: Literal["per-node"] | Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="NDP workers, for policies that use them; policy auto starts those that are not asked "
-        "for only where a core is left, or where a joined Ray has the resource `ndp`; per-node: one on each node with "
-        "that resource",
+        "for only without a GPU, and where a core is left, or where a joined Ray has the resource `ndp`; per-node: one "
+        "on each node with that resource",
         json_schema_extra=in_unit("workers"),
     )  # fmt: skip
 
@@ -238,20 +238,25 @@ class RunConfig(EngineOptions):
         return max(1, left // workers)
 
     def ndp_workers(self, policy: PolicySettings) -> int:
-        """NDP workers on one machine."""
-        if not policy.uses_ndp or (self.may_drop_workers(policy) and not self._has_core_to_spare):
+        """NDP workers on one machine.
+
+        On a GPU none that nobody asked for: they round otherwise than slots, and the clock decides what they compute.
+        """
+        if not policy.uses_ndp or (
+            self.may_drop_workers(policy) and (self._on_a_gpu_here or not self._has_core_to_spare)
+        ):
             return 0
         wanted = self.cluster.ndp_workers
         return 1 if wanted == "per-node" else wanted
 
     def may_drop_workers(self, policy: PolicySettings) -> bool:
-        """Whether NDP workers are started only where there is room for them."""
+        """Whether NDP workers are started only without a GPU, and where there is room for them."""
         return policy.placement.optional_workers and "ndp_workers" not in self.cluster.model_fields_set
 
     @property
     def _has_core_to_spare(self) -> bool:
         """Whether the leads and shards of this machine leave a core to NDP workers; the nodes of a Ray that is joined
-        say it themselves. Beside a GPU the store has one of its own.
+        say it themselves.
         """
         if self.ray.address is not None:
             return True
@@ -260,7 +265,7 @@ class RunConfig(EngineOptions):
         given = self.ray.num_cpus
         if given is not None and given < workers + stores + self.cluster.replicas * self.ndp_threads:
             return False
-        return usable_cores() > workers + (stores if self._on_a_gpu_here else 0)
+        return usable_cores() > workers
 
     def cpus_of_actors(self, policy: PolicySettings) -> int:
         """CPUs that lead, shards, one store and the NDP workers of all replica groups take."""

@@ -46,18 +46,17 @@ class Operands:
     down_bias: torch.Tensor | None
 
     @property
-    def plain(self) -> bool:
-        """Whether the arrays are contiguous and without biases."""
-        biased = self.gate_up_bias is not None or self.down_bias is not None
-        return not biased and self.gate_up.is_contiguous() and self.down.is_contiguous()
+    def biased(self) -> bool:
+        return self.gate_up_bias is not None or self.down_bias is not None
 
     @property
-    def plain_gated(self) -> bool:
-        """Whether the arrays are `plain`, gated, of fitting shapes, one type and one device."""
+    def gated(self) -> bool:
+        """Whether experts have gate and up, in contiguous arrays of fitting shapes, one type and one device."""
         gate_up, down = self.gate_up, self.down
         slots, neurons, rows, width = gate_up.shape
-        alike = gate_up.dtype == down.dtype and gate_up.device == down.device
-        return self.plain and alike and rows == 2 and down.shape == (slots, neurons, width)
+        arrays = [a for a in (gate_up, down, self.gate_up_bias, self.down_bias) if a is not None]
+        alike = all(a.dtype == down.dtype and a.device == down.device and a.is_contiguous() for a in arrays)
+        return alike and rows == 2 and down.shape == (slots, neurons, width)
 
 
 class ExpertKernel(Protocol):
@@ -153,7 +152,7 @@ class CpuKernel:
         """Whether the kernel can run these operands."""
         gate_up = operands.gate_up
         here = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
-        return activation in ACTIVATIONS and here and operands.plain_gated
+        return activation in ACTIVATIONS and here and operands.gated and not operands.biased
 
     def run(self, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int, y: torch.Tensor) -> None:
         few = pairs.numel() <= CPU_MAX_ROWS and hidden.dtype == torch.float32

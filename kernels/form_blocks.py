@@ -149,7 +149,7 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _grid(kind: str, device: torch.device) -> torch.Tensor:
+def grid_of(kind: str, device: torch.device) -> torch.Tensor:
     """The grid of a type of the package, [entries, weights]."""
     from gguf import quants  # a tenth of a second, for the few that dequantize
 
@@ -159,7 +159,7 @@ def _grid(kind: str, device: torch.device) -> torch.Tensor:
 
 
 def _found(kind: str, codes: torch.Tensor) -> torch.Tensor:
-    return _grid(kind, codes.device)[codes.long()].flatten(1)
+    return grid_of(kind, codes.device)[codes.long()].flatten(1)
 
 
 def _signs(bits: torch.Tensor) -> torch.Tensor:

@@ -273,11 +273,12 @@ class ExpertForm:
     """One expert: `down` and either `gate` and `up`, or both in one matrix `gate_up`.
 
     Args:
+        down: without `order`: its inputs are the expert's neurons, which `repack.neurons_in_order` puts in that order.
         interleaved: rows of `gate_up` are gate 0, up 0, gate 1, .. (gpt-oss); else all of gate, then all of up.
         bias: type of the biases of `gate_up` and `down`, or "" for none; only with `gate_up`.
 
     Raises:
-        FormError: the matrices do not fit together.
+        FormError: the matrices do not fit together, or `down` has an order of its inputs.
     """
 
     down: MatrixForm
@@ -294,6 +295,8 @@ class ExpertForm:
         if (self.bias and self.bias not in _FLOAT_SCALES) or (not fused and (self.bias or self.interleaved)):
             raise FormError(f"interleaved {self.interleaved} and biases of type {self.bias!r} do not fit",
                             "both need gate_up, and biases are F32, F16 or BF16")  # fmt: skip
+        if self.down.order:
+            raise FormError("the inputs of down are in another order than the neurons", "put the neurons in its order")
         i, h = self.intermediate, self.hidden
         expected = {"gate": (i, h), "up": (i, h), "gate_up": (2 * i, h), "down": (h, i)}
         for name, matrix in self.matrices.items():

@@ -5,7 +5,8 @@
     GPTQ                  int32 [I * bits / 32, O], along inputs     [G, O * bits / 32], less 1 in v1  a transposition
     AWQ                   int32 [I, O / 8], along outputs, permuted  [G, O / 8], permuted              a transposition
 
-Act-order (`g_idx`: the group of each input) becomes columns sorted by group, and their permutation.
+Act-order (`g_idx`: the group of each input) becomes columns sorted by group, and their permutation. Of an expert's
+`down`, whose inputs are its neurons, no permutation is left: the neurons take that order (`neurons_in_order`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FormError
-from .forms import DTYPES, OTHER_CONFIG, MatrixForm, ceil_div
+from .forms import DTYPES, OTHER_CONFIG, ExpertForm, MatrixForm, Parts, ceil_div
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output, among eight, of each nibble of a word from the lowest on
 _TILE = 256  # words of a side of what is transposed at a time, so that both sides stay in a cache
@@ -99,6 +100,41 @@ def needs_order(g_idx: NDArray[np.int32], group: int) -> bool:
     return bool((g_idx != np.arange(len(g_idx)) // (group or len(g_idx))).any())
 
 
+def column_order(form: MatrixForm, g_idx: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The inputs sorted by their group: the part `order` of a form that has one.
+
+    Raises:
+        FormError: `g_idx` is of another matrix, or its groups have other sizes.
+    """
+    _expect("g_idx", g_idx, np.int32, (form.inputs,))
+    order = np.argsort(g_idx, kind="stable").astype(np.int32)
+    if needs_order(g_idx[order], form.group):
+        raise FormError(f"the groups of g_idx do not have {form.group} inputs each", OTHER_CONFIG)
+    return order
+
+
+def neurons_in_order(form: ExpertForm, matrix: str, parts: Parts, order: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+    """Gate, up or both of an expert whose neurons are put in another order, the inputs' order of its `down`.
+
+    Args:
+        matrix: name of the matrix in the form. parts: its parts, with `bias` where it has one.
+        order: neuron k becomes the one that was order[k].
+
+    Raises:
+        FormError: neurons of several groups of outputs share scales.
+    """
+    of = form.matrices[matrix]
+    if of.block:
+        raise FormError("neurons that are quantized in blocks cannot follow the act-order of down",
+                        "pass another release of the model")  # fmt: skip
+    rows: NDArray[Any] = order
+    if matrix == "gate_up":
+        both = (2 * order, 2 * order + 1) if form.interleaved else (order, order + form.intermediate)
+        rows = np.stack(both, axis=-1).reshape(-1) if form.interleaved else np.concatenate(both)
+    whole = {"global_scale", "order"} | ({"scale"} if of.kind == "fp8_tensor" else set())
+    return {name: array if name in whole else array[rows] for name, array in parts.items()}
+
+
 def _with_zeros(
     form: MatrixForm, weight: NDArray[np.uint8], scales: NDArray[Any], zeros: NDArray[np.uint8]
 ) -> dict[str, NDArray[Any]]:
@@ -126,12 +162,7 @@ def _ordered(
         order = np.arange(form.inputs, dtype=np.int32)
         if moved:
             assert g_idx is not None
-            _expect("g_idx", g_idx, np.int32, (form.inputs,))
-            order = np.argsort(g_idx, kind="stable").astype(np.int32)
-            if needs_order(g_idx[order], form.group):
-                raise FormError(
-                    f"the groups of g_idx do not have {form.group} inputs each", OTHER_CONFIG
-                )
+            order = column_order(form, g_idx)
             parts["weight"] = _permuted(parts["weight"], order, form.bits)
         parts["order"] = order
     parts = {name: parts[name] for name in form.parts()}

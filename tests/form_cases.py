@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,18 @@ def form(name: str, outputs: int, inputs: int) -> MatrixForm:
 def expert_form(name: str, hidden: int, neurons: int) -> ExpertForm:
     """Gate, up and down in one form of `FORMS`."""
     of = form(name, neurons, hidden)
-    return ExpertForm(down=form(name, hidden, neurons), gate=of, up=of)
+    return ExpertForm(down=_down(name, hidden, neurons), gate=of, up=of)
 
 
 def fused_form(name: str, hidden: int, neurons: int, *, interleaved: bool, bias: str = "") -> ExpertForm:
     """Gate and up in one matrix."""
     gate_up = form(name, 2 * neurons, hidden)
-    return ExpertForm(down=form(name, hidden, neurons), gate_up=gate_up, interleaved=interleaved, bias=bias)
+    return ExpertForm(down=_down(name, hidden, neurons), gate_up=gate_up, interleaved=interleaved, bias=bias)
+
+
+def _down(name: str, hidden: int, neurons: int) -> MatrixForm:
+    """Its inputs are in the order of the neurons."""
+    return replace(form(name, hidden, neurons), order=False)
 
 
 def activated(gate: NDArray[np.float64], up: NDArray[np.float64], activation: str) -> NDArray[np.float64]:

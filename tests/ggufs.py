@@ -11,9 +11,12 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGUFValueType
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from tiermoe.actors.engine.model.architecture import from_config
 from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
+from tiermoe.cluster.checkpoints.experts import LayerExperts
+from tiermoe.cluster.checkpoints.plan import ExpertsModule
 from tiermoe.cluster.jobs.prepare.convert import plan_store
 
 Data = tuple[np.ndarray, gguf.GGMLQuantizationType]
@@ -261,26 +264,38 @@ def _folder(parent: Path, name: str) -> Path:
 def logits(folder: Path, prompt: Sequence[int]) -> np.ndarray:
     """[T, V] of transformers' own model, with the weights that a preparation of the checkpoint reads."""
     conversion = plan_store(open_checkpoint(folder))
-    config = AutoConfig.from_pretrained(folder)
-    config.dtype = torch.float32
-    own = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    own = from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).eval()
+    own.set_experts_implementation("eager")
     experts = {path for module in conversion.experts for path in module.params.values()}
     state = {
-        name: torch.cat(list(group.blocks(conversion.model, [name]))).float()
+        name: torch.cat(list(group.blocks(conversion.model, [name]))).to(own.state_dict()[name].dtype)
         for group in conversion.plan.groups
         for name in group.targets
-        if name not in experts
+        if name not in experts or conversion.published is None
     }
-    for module, layer in zip(conversion.experts, conversion.published or (), strict=True):
-        read = {
-            name: torch.stack([torch.from_numpy(np.array(form.dequantize(parts))) for parts in layer.read(name)])
-            for name, form in layer.form.matrices.items()
-        }
-        state[module.params["gate_up"]] = torch.cat([read["gate"], read["up"]], dim=1)
-        state[module.params["down"]] = read["down"]
+    for module, layer in zip(conversion.experts, conversion.published or (), strict=conversion.published is not None):
+        state |= _experts(module, layer)
     missing, unexpected = own.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}
     own.tie_weights()
     with torch.no_grad():
         return own(torch.tensor([list(prompt)])).logits[0].numpy()
+
+
+def _experts(module: ExpertsModule, layer: LayerExperts) -> dict[str, torch.Tensor]:
+    """The parameters of a layer's experts, in the model's layout."""
+    found: dict[str, torch.Tensor] = {}
+    for name, form in layer.form.matrices.items():
+        parts = list(layer.read(name))
+        found[name] = torch.stack([torch.from_numpy(form.dequantize({"weight": each["weight"]})) for each in parts])
+        if "bias" in parts[0]:
+            found[f"{name}_bias"] = torch.stack([torch.from_numpy(np.array(each["bias"])) for each in parts])
+    if "gate" in found:
+        found["gate_up"] = torch.cat([found.pop("gate"), found.pop("up")], dim=1)
+    for name in [name for name in found if name.startswith("gate_up") and not module.concatenated]:
+        found[name] = found[name].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return {
+        module.params[name]: tensor.transpose(1, 2) if module.transposed and tensor.dim() == 3 else tensor
+        for name, tensor in found.items()
+    }

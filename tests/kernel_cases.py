@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,44 +27,6 @@ ACTIVATIONS = {
 }
 # of the largest value of a result, where sums are in float32 and results rounded
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-# module, kernel, what it is compiled with as JSON: types of its arguments and constants, and the capability of the GPU
-_COMPILE = """
-import importlib, json, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module, name, types, constants, capability = sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:])
-kernel = getattr(importlib.import_module(module), name)
-source = ASTSource(
-    fn=kernel, signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-    constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-)
-ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
-assert ".target sm_%d" % capability in ptx
-free = [param.name for param in kernel.params if param.do_not_specialize]
-print(json.dumps(["mma" if "mma" in ptx else "fma", free]))
-"""
-
-
-def compiled(
-    module: str, kernel: str, types: dict[str, str], constants: dict[str, Any], capability: int, cache: Path
-) -> tuple[str, list[str]]:
-    """A kernel of `tiermoe.kernels.triton` for a GPU that need not be there.
-
-    Returns:
-        What multiplies, "mma" or "fma", and the arguments whose values are not specialised.
-    """
-    given = (f"tiermoe.kernels.triton.{module}", kernel, *map(json.dumps, (types, constants, capability)))
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, *given], timeout=500, check=False, capture_output=True, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    by, free = json.loads(done.stdout)
-    return by, free
 
 
 class Forbidden:
@@ -116,13 +73,15 @@ def slots_of(
 
 def pool_of(
     slots: int, neurons: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 0,
-    device: torch.device | str = "cpu",
+    device: torch.device | str = "cpu", biased: bool = False,
 ) -> Operands:  # fmt: skip
     """A pool of random experts, whose results are of about the size of their inputs."""
     generator = torch.Generator().manual_seed(seed)
     gate_up = torch.randn(slots, neurons, 2, width, generator=generator) * (1.5 / width**0.5)
     down = torch.randn(slots, neurons, width, generator=generator) * (1.5 / neurons**0.5)
-    return Operands(gate_up.to(device, dtype), down.to(device, dtype), None, None)
+    biases = [torch.randn(shape, generator=generator) for shape in ((slots, neurons, 2), (slots, width)) if biased]
+    both = [bias.to(device, dtype) for bias in biases] or [None, None]
+    return Operands(gate_up.to(device, dtype), down.to(device, dtype), *both)
 
 
 def groups_of(sizes: list[int], slots: list[int], neurons: int) -> list[Group]:
@@ -148,13 +107,20 @@ def exact(
     pool: Operands, activation: str, hidden: torch.Tensor, pairs: torch.Tensor, groups: list[Group], top_k: int
 ) -> torch.Tensor:
     """The result in float64 [T * top_k, H] on the CPU; NaN where no group writes."""
+    slots, neurons, _, width = pool.gate_up.shape
+    biases = [
+        torch.zeros(shape, dtype=torch.float64) if bias is None else bias.double().cpu().view(shape)
+        for bias, shape in ((pool.gate_up_bias, (slots * neurons * 2,)), (pool.down_bias, (slots, width)))
+    ]
     gate_up, down = (t.flatten(0, 1).double().cpu() for t in (pool.gate_up, pool.down))
     hidden, pairs = hidden.double().cpu(), pairs.cpu()
     y = torch.full((len(pairs), hidden.shape[1]), float("nan"), dtype=torch.float64)
-    for start, stop, first, neurons, add in groups:
+    gate = gpt_oss_gate if activation == "gpt_oss" else gate_for(activation)
+    for start, stop, first, count, add in groups:
         rows = pairs[start:stop]
-        up = hidden[rows // top_k] @ gate_up[first : first + neurons].flatten(0, 1).t()
-        out = gate_for(activation)(up) @ down[first : first + neurons]
+        up = hidden[rows // top_k] @ gate_up[first : first + count].flatten(0, 1).t()
+        up += biases[0][2 * first : 2 * (first + count)]
+        out = gate(up) @ down[first : first + count] + biases[1][first // neurons]
         y[rows] = y[rows] + out if add else out
     return y
 

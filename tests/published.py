@@ -237,10 +237,7 @@ def write_gguf(
         tensors = _gate_and_up_apart(tensors)
     stacks: dict[str, dict[int, str]] = {}
     flat: dict[str, list[str]] = {}
-    linear = _linear_attention(tensors, architecture, config) if architecture in ("qwen3next", "qwen35moe") else {}
     for name in tensors:
-        if linear and (".linear_attn." in name or name.endswith("norm.weight")):
-            continue
         match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
         if match:
             layer = re.search(r"layers\.(\d+)", name)
@@ -261,7 +258,7 @@ def write_gguf(
     oracle: Tensors = dict(tensors)
     folder.mkdir(parents=True)
     stem = folder.name if parts == 1 else None
-    written = [(name, array, GGMLQuantizationType.F32) for name, array in linear.items()]
+    written: list[tuple[str, np.ndarray, GGMLQuantizationType]] = []
     for seed, (name, members) in enumerate(sources.items()):
         arrays = [_as_converted(name, tensors[m].numpy(), architecture, config) for m in members]
         array = np.stack(arrays) if name in stacks else arrays[0]
@@ -284,51 +281,6 @@ def write_gguf(
     files = _write_parts(folder, stem or "model", architecture, config, written, parts, plain if tokenizer else None)
     _save(plain, folder.with_name(folder.name + "-oracle"), oracle, config | {"dtype": "float32"}, None)
     return files[0], folder.with_name(folder.name + "-oracle")
-
-
-def _linear_attention(tensors: Tensors, architecture: str, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """As `Qwen3NextModel` and, of Qwen3.5, `_LinearAttentionVReorderBase` of the converter: all norms, too."""
-    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
-    names = get_tensor_name_map(next(a for a, n in MODEL_ARCH_NAMES.items() if n == architecture), 64)
-    found: dict[str, torch.Tensor] = {}
-
-    def tiled(tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Row h * size + d, of value head h = k * each + e, becomes row (e * keys + k) * size + d."""
-        if architecture == "qwen3next":
-            return tensor
-        heads = [k * (values // keys) + e for e in range(values // keys) for k in range(keys)]
-        return torch.cat([tensor[h * size : (h + 1) * size] for h in heads])
-
-    def after_keys(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor[: 2 * keys * key], tiled(tensor[2 * keys * key :], value)])
-
-    for name, tensor in tensors.items():
-        base, _, part = name.rpartition(".linear_attn.")
-        prefix = f"blk.{base.rpartition('.')[2]}."
-        if not base:
-            if name.endswith("norm.weight"):
-                found[f"{names.get_name(name.removesuffix('.weight'))}.weight"] = tensor + 1
-        elif part == "A_log":
-            found[f"{prefix}ssm_a"] = tiled(-torch.exp(tensor), 1)
-        elif part == "dt_bias":
-            found[f"{prefix}ssm_dt.bias"] = tiled(tensor, 1)
-        elif part == "conv1d.weight":
-            found[f"{prefix}ssm_conv1d.weight"] = after_keys(tensor.squeeze())
-        elif part == "out_proj.weight":
-            found[f"{prefix}ssm_out.weight"] = tiled(tensor.T, value).T
-        elif part == "in_proj_qkvz.weight":
-            sizes = (key, key, value * (values // keys), value * (values // keys))
-            of_heads = [head.split(sizes) for head in tensor.split(sum(sizes))]
-            q, k, v, z = (torch.cat([head[i] for head in of_heads]) for i in range(4))
-            found |= {f"{prefix}attn_qkv.weight": torch.cat([q, k, v]), f"{prefix}attn_gate.weight": z}
-        elif part == "in_proj_qkv.weight":
-            found[f"{prefix}attn_qkv.weight"] = after_keys(tensor)
-        else:
-            size = {"in_proj_z.weight": value, "in_proj_b.weight": 1, "in_proj_a.weight": 1}.get(part)
-            own = names.get_name(name.removesuffix(".weight"))
-            found[f"{own}.weight"] = tensor if size is None else tiled(tensor, size)
-    return {name: tensor.contiguous().numpy() for name, tensor in found.items()}
 
 
 def _split_kv(array: np.ndarray, config: Mapping[str, Any]) -> list[tuple[str, np.ndarray]]:

@@ -222,20 +222,21 @@ _TOWER = {  # of images or sound, by the names that their configurations have
 }  # fmt: skip
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
+def tiny_config(model_type: str, **sizes: Any) -> PretrainedConfig:
     """The configuration of a tiny random model.
 
     Args:
         model_type: one of `ALL_TYPES` that is no composite.
+        sizes: fields on top of the usual ones.
 
     Raises:
         KeyError: there is no tiny model of that type.
     """
     like = {"qwen3_5_moe_text": "qwen3_next"}.get(model_type, model_type)  # the text of a composite type
-    return AutoConfig.for_model(model_type, **{**_BASE, **(_OVERRIDES | _FURTHER)[like]})
+    return AutoConfig.for_model(model_type, **{**_BASE, **(_OVERRIDES | _FURTHER)[like], **sizes})
 
 
-def composite_config(model_type: str) -> PretrainedConfig:
+def composite_config(model_type: str, **sizes: Any) -> PretrainedConfig:
     """The configuration of a tiny text model with towers of images or sound. model_type: of `COMPOSITE_TYPES`."""
     whole, small = CONFIG_MAPPING[model_type], dict[str, dict[str, Any]]()
     for part, kind in whole.sub_configs.items():
@@ -247,7 +248,7 @@ def composite_config(model_type: str) -> PretrainedConfig:
             small[part]["model_type"] = usual.model_type
         if hasattr(usual, "depths"):  # as many layers as those have entries
             del small[part]["num_hidden_layers"]
-    return whole(text_config={**_BASE, **_COMPOSITES[model_type]}, **small)
+    return whole(text_config={**_BASE, **_COMPOSITES[model_type], **sizes}, **small)
 
 
 def whole_class(config: PretrainedConfig) -> Any:
@@ -256,15 +257,23 @@ def whole_class(config: PretrainedConfig) -> Any:
     return next(mapping[type(config)] for mapping in mappings if type(config) in mapping)
 
 
-def tiny_model(model_type: str) -> Any:
-    """A random float32 model, whole; the same each time. model_type: of `ALL_TYPES`."""
+def tiny_model(model_type: str, **sizes: Any) -> Any:
+    """A random float32 model, whole; the same each time. model_type: of `ALL_TYPES`. sizes: of its configuration.
+
+    The embedding of its padding token is none of zeros: random models generate that token, and for zeros an index that
+    chooses keys has a score of exactly 0 for each, of which it then takes any.
+    """
     torch.manual_seed(0)
     if model_type in _COMPOSITES:
-        config = composite_config(model_type)
+        config = composite_config(model_type, **sizes)
         model = whole_class(config)._from_config(config, dtype=torch.float32)
     else:
-        model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **sizes), dtype=torch.float32)
     _unsettle(model)
+    embedding = model.get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) is not None:
+        with torch.no_grad():
+            embedding.weight[embedding.padding_idx].normal_(std=float(embedding.weight.std()))
     return model.eval()
 
 

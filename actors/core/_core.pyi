@@ -412,6 +412,10 @@ class Core:
 
     def prefetch(self, keys: Sequence[int], keep: Sequence[int], source: int) -> int: ...
 
+    def stream(self, source: int) -> bool: ...
+
+    def may_sweep(self, pairs: int) -> bool: ...
+
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None: ...
 
     def vacate(self, slots: int, layer: int) -> None: ...
@@ -540,7 +544,7 @@ class CpuLayers(Passes):
     def __init__(self) -> None: ...
 
 class ByScores:
-    def __init__(self, by_votes: bool, top: int, wraps: bool, source: int) -> None: ...
+    def __init__(self, by_votes: bool, top: int, wraps: bool, streams: bool, source: int) -> None: ...
 
 class FirstScores:
     """
@@ -681,17 +685,17 @@ class PythonLayer(Layer):
 
 class GpuLayer(Layer):
     """
-    reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
+    low: launches low-bit replicas, or None. reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
 
     fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads` cannot.
     """
 
-    def __init__(self, core: Core, kernels: CapsuleType, launches: CapsuleType, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
+    def __init__(self, core: Core, kernels: CapsuleType, launches: CapsuleType, low: CapsuleType | None, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
 
     def router(self, operands: object | None, outputs: int) -> int:
         """The number of a router (weight, bias, layers, softmax), or of another."""
 
-    def run(self, hidden: object, ids: object, weights: object) -> object: ...
+    def run(self, hidden: object, ids: object, weights: object, into: object | None = None) -> object: ...
 
     @property
     def read_s(self) -> tuple[float, float]:

@@ -611,6 +611,8 @@ const Segments& Core::open(std::int64_t layer, const Segments& keys, const Segme
     expect(keys, layer * layout_.experts, (layer + 1) * layout_.experts);
     if (counts.size() != keys.size()) throw Broken("as many counts as experts");
     layer_ = layer;
+    sweeps_ = may_sweep(std::accumulate(counts.begin(), counts.end(), std::int64_t{0})) &&
+              static_cast<double>(keys.size()) >= kSweepShare * static_cast<double>(layout_.experts);
     for (Key key : keys) ++uses_[key];
     into_segments(keys, needed_);
     if (!low.empty())
@@ -862,17 +864,19 @@ void Core::close(double peer_blocked_s, double peer_link_s) {
     c.io_path_s += std::max(c.blocked_io_s - blocked_s_, peer_blocked_s);
     c.link_path_s += std::max(c.link_s - link_s_, peer_link_s);
     layer_ = -1;
+    sweeps_ = false;
 }
 
 void Core::abandon() noexcept {
     for (std::size_t i = 0; i < pins_.size(); ++i)
         if (pins_[i]) pins_[i] = 0, evictable_[i] = states_[i] == static_cast<std::uint8_t>(State::resident);
     layer_ = -1;
+    sweeps_ = false;
 }
 
 // -- ahead ----------------------------------------------------------------------------------------------------------
 
-std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uint8_t source) {
+std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uint8_t source, bool urgent) {
     const std::int64_t whole = layout_.keys();
     if (source == kForgotten) throw std::invalid_argument("too many sources of prefetches");
     for (const Segments* list : {&keys, &keep}) expect(*list, 0, layout_.split ? whole : layout_.segments());
@@ -902,8 +906,17 @@ std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uin
     const std::vector<Copy>& copies = reserve(fit, Cause::prefetch);
     sources_[source].queued += static_cast<std::int64_t>(fit.size());
     for (Segment s : fit) pending_[s] = source;
-    submit(copies, false);
+    submit(copies, urgent);
     return static_cast<std::int64_t>(fit.size());
+}
+
+bool Core::stream(std::uint8_t source) {
+    if (!sweeps_) return false;
+    if (late_ || layer_ + 1 == layout_.layers) return true;  // the first: its own experts have to take turns
+    Segments next(static_cast<std::size_t>(layout_.experts));
+    std::iota(next.begin(), next.end(), (layer_ + 1) * layout_.experts);
+    prefetch(next, {}, source, true);
+    return true;
 }
 
 void Core::finish_prefetch(const Segments& keys, std::int64_t layer) {

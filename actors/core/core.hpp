@@ -31,6 +31,9 @@ using Ticket = std::uint64_t;  // of one copy, never given twice; 0: none
 using Mark = std::uint64_t;    // all compute issued until it was taken, rising; 0: nothing
 using Segments = std::vector<Segment>;
 
+constexpr std::int64_t kSweepPairs = 64;
+constexpr double kSweepShare = 0.75;  // `eviction.SWEEP_SHARE`
+
 enum class State : std::uint8_t { absent = 0, loading = 1, resident = 2 };
 enum class Cause : std::uint8_t { demand, prefetch, migration, preload };
 
@@ -291,7 +294,14 @@ class Core {
 
     // -- ahead --------------------------------------------------------------------------------------------
     // Queue loads of absent experts, most wanted first, but for victims in `keep`: how many. source: its number.
-    std::int64_t prefetch(const Segments& keys, const Segments& keep, std::uint8_t source);
+    // urgent: behind the demand that there is, and before all else.
+    std::int64_t prefetch(const Segments& keys, const Segments& keep, std::uint8_t source, bool urgent = false);
+    // In a pass that sweeps, as those of a long prompt do: queue the next layer's absent experts as urgently as demand,
+    // without asking which it will need. False: it does not sweep, and nothing has changed.
+    bool stream(std::uint8_t source);
+    // Whether a pass of so many pairs probably sweeps: it has `kSweepPairs` for each expert. It does where it needs
+    // `kSweepShare` of its layer's experts, too.
+    bool may_sweep(std::int64_t pairs) const { return pairs >= kSweepPairs * layout_.experts; }
     // Wait, at the cost of `layer`, for these experts' copies under way.
     void finish_prefetch(const Segments& keys, std::int64_t layer);
     // Evict until so many slots are free before `layer` runs, or these.
@@ -417,6 +427,7 @@ class Core {
     std::int64_t layer_ = -1, given_ = 0, done_ = 0;
     double blocked_s_ = 0.0, link_s_ = 0.0;  // of its layer when it began
     bool late_ = false;  // some loads wait for slots of the pass
+    bool sweeps_ = false;  // it does
     Segments needed_;
     Plan plan_;
     // of one call, so that none allocates

@@ -25,6 +25,7 @@ struct ByScores {
     bool by_votes;
     std::int64_t top;  // experts of a row
     bool wraps;        // the last layer prefetches for the first one
+    bool streams;      // `Core::stream`, where a pass sweeps
     std::uint8_t source;
 };
 
@@ -57,7 +58,8 @@ void ask_routers(Layer& layer, Router router, std::int64_t first, std::int64_t l
     if (layers < 0 || first < 0 || first > layout.layers - layers || !by.source || (layers && router == kNoRouter))
         throw std::invalid_argument("there is no such prefetch");
     auto made = std::make_unique<AskRouters>();
-    made->router = router, made->first = first, made->layers = layers, made->wraps = by.wraps, made->of = std::move(of);
+    made->router = router, made->first = first, made->layers = layers, made->of = std::move(of);
+    made->wraps = by.wraps, made->streams = by.streams;
     if (layers) made->reach.emplace_back(first * layout.experts, (first + layers) * layout.experts);
     made->prefetch = {by.by_votes, by.top, by.source, {}, {}};
     layer.ahead(std::move(made));
@@ -144,10 +146,10 @@ void bind_cpu(nb::module_& m) {
         .def("take", &take);
     nb::class_<CpuLayers, Passes>(m, "CpuLayers").def(nb::init<>());
     nb::class_<ByScores>(m, "ByScores")
-        .def("__init__", [](ByScores* made, bool by_votes, std::int64_t top, bool wraps, std::uint8_t source) {
+        .def("__init__", [](ByScores* made, bool by_votes, std::int64_t top, bool wraps, bool streams, std::uint8_t source) {
             if (top < 1) throw std::invalid_argument("a prefetch by scores wants experts");
-            new (made) ByScores{by_votes, top, wraps, source};
-        }, "by_votes"_a, "top"_a, "wraps"_a, "source"_a);
+            new (made) ByScores{by_votes, top, wraps, streams, source};
+        }, "by_votes"_a, "top"_a, "wraps"_a, "streams"_a, "source"_a);
     nb::class_<FirstScores>(m, "FirstScores", R"(What the first layer's router says of the next forward's.
 
 last_rows: of each sequence of the present forward; `keep` takes the scores of these, or of all rows.)")

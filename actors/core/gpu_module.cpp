@@ -26,11 +26,11 @@ namespace {
 
 class GpuLayer : public Layer {
   public:
-    // reads: what reads fast; null: `fetch` does. scored_rows: of the inputs whose scores it finds. fetch (tensors, hidden,
-    // routers' numbers) -> arrays.
-    GpuLayer(Core& core, const Place& place, const KernelTable& kernels, const ExpertLaunches& launches, const LayerReads* reads,
-             std::int64_t scored_rows, nb::object fetch, Passes& passes)
-        : Layer(core, place, kernels, passes), launches_(launches), reads_(reads), scored_rows_(scored_rows), fetch_(std::move(fetch)) {}
+    // low: launches low-bit replicas; null: there are none. reads: what reads fast; null: `fetch` does. scored_rows: of the
+    // inputs whose scores it finds. fetch (tensors, hidden, routers' numbers) -> arrays.
+    GpuLayer(Core& core, const Place& place, const KernelTable& kernels, const ExpertLaunches& launches, const ExpertLaunches* low,
+             const LayerReads* reads, std::int64_t scored_rows, nb::object fetch, Passes& passes)
+        : Layer(core, place, kernels, passes), launches_(launches), low_(low), reads_(reads), scored_rows_(scored_rows), fetch_(std::move(fetch)) {}
 
     // operands: of a linear router, as `LayerReads` takes them; none: it is another.
     Router add(nb::object operands, std::int64_t outputs) {
@@ -39,12 +39,13 @@ class GpuLayer : public Layer {
     Router routers() const override { return static_cast<Router>(routers_.size()); }
     std::int64_t outputs(Router router) const override { return routers_[static_cast<std::size_t>(router)].outputs; }
 
-    nb::object run(nb::handle hidden, nb::handle ids, nb::handle weights) {
+    // into: of hidden's shape and type, contiguous, for the sums where its launches make them; none: a new tensor.
+    nb::object run(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle into) {
         const nb::object shape = nb::steal(PyObject_GetAttrString(ids.ptr(), "shape"));
         if (!shape.is_valid()) nb::raise_python_error();
         const auto [tokens, top_k] = nb::cast<std::pair<std::int64_t, std::int64_t>>(shape);
         if (!parts_) throw Broken("a GPU's layer has parts in Python, which run what its launches do not take");
-        takes(hidden, weights, tokens, top_k);
+        takes(hidden, weights, into, tokens, top_k);
         for (Asked& one : routers_) one.known = false;
         Given given{nullptr, nullptr, nullptr, tokens, top_k, nullptr};
         if (looks(given)) {  // one read for all of Python's parts
@@ -60,7 +61,7 @@ class GpuLayer : public Layer {
         } else {
             wanted_.clear();
             for (const auto& rule : rules_) rule->asks(wanted_);
-            if (const LayerAhead* ahead = taking(given)) ahead->asks(*this, wanted_);
+            if (const LayerAhead* ahead = taking(given)) ahead->asks(*this, given, wanted_);
             const bool weighed = !rules_.empty();
             read(hidden, weighed ? nb::make_tuple(ids, weights) : nb::make_tuple(ids), wanted_);
             given.ids = ids_.data(), given.weights = weighed ? weights_.data() : nullptr;
@@ -100,7 +101,7 @@ class GpuLayer : public Layer {
         }
         nb::object changed;  // weights that a rule in Python has brought to the device
         if (python().rerouted) changed = python().pass(*this).attr("view").attr("device_weights"), rows_.weights = changed.ptr();
-        rows_.order = picked_.order.data(), rows_.top_k = routed.top_k, rows_.zeroed = away_;
+        rows_.order = picked_.order.data(), rows_.top_k = routed.top_k, rows_.zeroed = away_, rows_.low = low_;
         rows_.changed = routed.weights == given.weights || python().rerouted ? nullptr : routed.weights;
         waited_s_ = 0.0;
         out_ = nb::steal(launches_.run(launches_.self, rows_, {next_groups, this}));
@@ -119,9 +120,9 @@ class GpuLayer : public Layer {
         bool known;  // of the present pass
     };
 
-    void takes(nb::handle hidden, nb::handle weights, std::int64_t tokens, std::int64_t top_k) {
+    void takes(nb::handle hidden, nb::handle weights, nb::handle into, std::int64_t tokens, std::int64_t top_k) {
         read_s_ = read_waited_s_ = 0.0;
-        rows_ = {hidden.ptr(), weights.ptr(), tokens, top_k, nullptr, nullptr};
+        rows_ = {hidden.ptr(), weights.ptr(), into.is_none() ? nullptr : into.ptr(), tokens, top_k, nullptr, nullptr};
         const int found = launches_.takes(launches_.self, rows_);
         if (found < 0) nb::raise_python_error();
         launched_ = found;
@@ -178,13 +179,15 @@ class GpuLayer : public Layer {
         }
     }
 
-    static bool next_groups(void* self, const Group** groups, std::int64_t* count) {
+    static bool next_groups(void* self, Landed* landed) {
         GpuLayer& layer = *static_cast<GpuLayer*>(self);
         const double began_s = layer.timed_s();
         try {
-            const bool more = layer.next();
-            *groups = layer.picked_.found().data();
-            *count = more ? static_cast<std::int64_t>(layer.picked_.found().size()) : 0;
+            if (layer.next()) {
+                const std::vector<Group>&groups = layer.picked_.found(), &replicas = layer.picked_.replicas;
+                *landed = {groups.data(), static_cast<std::int64_t>(groups.size()), replicas.data(),
+                           static_cast<std::int64_t>(replicas.size())};
+            }
         } catch (...) {
             layer.failure_ = std::current_exception();
             return false;
@@ -194,6 +197,7 @@ class GpuLayer : public Layer {
     }
 
     const ExpertLaunches& launches_;
+    const ExpertLaunches* const low_;
     const LayerReads* const reads_;
     const std::int64_t scored_rows_;
     const nb::object fetch_;
@@ -212,22 +216,22 @@ class GpuLayer : public Layer {
 }  // namespace
 
 void bind_gpu(nb::module_& m) {
-    nb::class_<GpuLayer, Layer>(m, "GpuLayer", R"(reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
+    nb::class_<GpuLayer, Layer>(m, "GpuLayer", R"(low: launches low-bit replicas, or None. reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
 
 fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads` cannot.)")
         .def("__init__", [](GpuLayer* made, Core& core, const nb::capsule& kernels, const nb::capsule& launches,
-                            std::optional<nb::capsule> reads, std::int64_t scored_rows, nb::object fetch, std::int64_t index,
+                            std::optional<nb::capsule> low, std::optional<nb::capsule> reads, std::int64_t scored_rows, nb::object fetch, std::int64_t index,
                             std::int64_t experts, std::int64_t neurons, std::int64_t max_rows, CpuLayers& all) {
             const auto* read = reads ? static_cast<const LayerReads*>(named(*reads, kLayerReads)) : nullptr;
+            const auto expert_launches = [](const nb::capsule& of) { return static_cast<const ExpertLaunches*>(named(of, kExpertLaunches)); };
             new (made) GpuLayer(core, {index, experts, neurons, max_rows},
-                                *static_cast<const KernelTable*>(named(kernels, kKernelTable)),
-                                *static_cast<const ExpertLaunches*>(named(launches, kExpertLaunches)), read, scored_rows,
-                                std::move(fetch), all);
-        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 12>(),
-             "core"_a, "kernels"_a, "launches"_a, "reads"_a.none(), "scored_rows"_a, "fetch"_a, "index"_a, "experts"_a,
+                                *static_cast<const KernelTable*>(named(kernels, kKernelTable)), *expert_launches(launches),
+                                low ? expert_launches(*low) : nullptr, read, scored_rows, std::move(fetch), all);
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
+             nb::keep_alive<1, 13>(), "core"_a, "kernels"_a, "launches"_a, "low"_a.none(), "reads"_a.none(), "scored_rows"_a, "fetch"_a, "index"_a, "experts"_a,
              "neurons"_a, "max_rows"_a, "all"_a)
         .def("router", &GpuLayer::add, "operands"_a.none(), "outputs"_a, "The number of a router (weight, bias, layers, softmax), or of another.")
-        .def("run", &GpuLayer::run, "hidden"_a, "ids"_a, "weights"_a)
+        .def("run", &GpuLayer::run, "hidden"_a, "ids"_a, "weights"_a, "into"_a.none() = nb::none())
         .def_prop_ro("read_s", &GpuLayer::read_s, "Of reading, and of the waits in it.");
 }
 

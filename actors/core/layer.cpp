@@ -205,6 +205,7 @@ void AskRouters::run(Layer& layer, const Given& given, std::vector<double>& best
     Core& core = layer.core();
     const bool allowed = core.governor().allows();
     if (of->idle(core, reach, allowed)) return;
+    if (whole() && core.stream(prefetch.source)) return;
     const Scored scored = layer.scored(given, router);
     prefetch.run(core, first, layers, scored.rows, allowed, scored.read, best);
     if (of->waits && allowed) core.finish_prefetch(prefetch.nearer, layer.place().index);

@@ -85,7 +85,7 @@ struct LayerRule {
 struct LayerAhead {
     virtual bool native() const { return true; }
     virtual bool takes(const Layer& /*layer*/, const Given& /*given*/) const { return true; }
-    virtual void asks(Layer&, Routers&) const {}  // as of `LayerRule`
+    virtual void asks(Layer&, const Given&, Routers&) const {}  // as of `LayerRule`
     // best: the highest score of any row for each expert of the next layer; empty: there are none.
     virtual void run(Layer& layer, const Given& given, std::vector<double>& best) = 0;
     virtual ~LayerAhead() = default;
@@ -256,16 +256,22 @@ struct AskRouters : LayerAhead {
         if (!wraps || of->rests) return true;
         return of->rows == given.tokens && (layer.place().index + 1 < layer.core().layout().layers || of->last_rows);
     }
-    void asks(Layer& layer, Routers& routers) const override {
-        if (!of->idle(layer.core(), reach, layer.core().governor().next_allows())) routers.push_back(router);
+    void asks(Layer& layer, const Given& given, Routers& routers) const override {
+        Core& core = layer.core();
+        if (whole() && core.may_sweep(given.tokens * given.top_k)) return;
+        if (!of->idle(core, reach, core.governor().next_allows())) routers.push_back(router);
     }
     void run(Layer& layer, const Given& given, std::vector<double>& best) override;
     Router router = kNoRouter;  // of all these layers
     std::int64_t first, layers;  // first: layer asked
     std::vector<std::pair<Key, Key>> reach;  // their keys
     bool wraps = false;
+    bool streams = false;  // a pass that sweeps prefetches the next layer whole
     std::shared_ptr<Announced> of;
     RouterPrefetch prefetch;
+
+  private:
+    bool whole() const { return streams && !of->always; }
 };
 
 // What the first layer's router says of the next forward's: its distribution in this one, of each sequence's last row.
@@ -291,7 +297,7 @@ struct FirstScores {
 // first, of the next forward.
 struct ReleaseSlots : LayerAhead {
     bool takes(const Layer&, const Given& given) const override { return given.top_k == state->top_k; }
-    void asks(Layer&, Routers& routers) const override {
+    void asks(Layer&, const Given&, Routers& routers) const override {
         for (const Router one : {own, router})
             if (one != kNoRouter) routers.push_back(one);
     }

@@ -232,7 +232,11 @@ NB_MODULE(_core, m) {
         .def("next", &Core::next, nb::call_guard<nb::gil_scoped_release>())
         .def("close", &Core::close, "peer_blocked_s"_a = 0.0, "peer_link_s"_a = 0.0)
         .def("abandon", &Core::abandon)
-        .def("prefetch", &Core::prefetch, "keys"_a, "keep"_a, "source"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("prefetch", [](Core& c, const Segments& keys, const Segments& keep, std::uint8_t source) {
+            return c.prefetch(keys, keep, source);
+        }, "keys"_a, "keep"_a, "source"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("stream", &Core::stream, "source"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("may_sweep", &Core::may_sweep, "pairs"_a)
         .def("finish_prefetch", &Core::finish_prefetch, "keys"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("vacate", &Core::vacate, "slots"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("leave", &Core::leave, "victims"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())

@@ -11,7 +11,7 @@ from ..store.files import StoreView
 from ..store.format import Published
 from .cache.device import PinReport
 from .engine import ExpertEngine
-from .model.published_linear import held_parameters, published_bytes
+from .model.published_linear import held_parameters, published_bytes, published_notes
 from .peers.shards import account, owners
 from .serving.batcher import Batcher
 from .stats import EngineStats
@@ -82,7 +82,7 @@ def describe(
         "kv_dtype": settings.kv.dtype,
         "max_prompt_tokens": batcher.streams.limit_tokens,
         "vocabulary": batcher.streams.vocabulary,
-        "notes": _notes(engine, batcher, pinned),
+        "notes": [*_notes(engine, batcher, pinned), *published_notes(model)],
     }
 
 

@@ -402,8 +402,9 @@ class ExpertEngine:
         waited_s = totals.decode_blocked_io_s
         if near:  # prompts' waits for them are among these; no step that decodes has any
             waited_s += sum(layer.ndp_wait_s + layer.shard_wait_s for layer in stats.layers)
-        copy_s = 0.0 if stats.planner is None else stats.planner.copy_s
-        return DecodeCounts(totals.decode_hits + missed, missed, waited_s, copy_s)
+        planner = stats.planner
+        miss_s = self.cache.copy_s() if planner is None else min(planner.copy_s, planner.near_s)
+        return DecodeCounts(totals.decode_hits + missed, missed, waited_s, miss_s, self.cache.absent())
 
     def residency(self) -> list[LayerResidency]:
         """The residency of each layer now; from any thread."""

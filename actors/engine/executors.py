@@ -2,8 +2,8 @@
 
     kernel of the layer                                   executor
     C++ on the CPU, no norm       behind the experts      CpuExecutor: many rows and replicas by Python's kernels
-    Triton's, no norm, no replicas                        GpuExecutor: other types and row counts by Python's kernels
-    others (dtypes, activations, norms, replicas)         layer.PythonExecutor
+    Triton's, replicas' too, no norm                      GpuExecutor: other types and row counts by Python's kernels
+    others (dtypes, activations, norms)                   layer.PythonExecutor
 
 A layer's rule and what looks ahead are native where native code has them (`native` of a hook), else Python's.
 """
@@ -38,8 +38,9 @@ def executor_of(step: MoeLayer) -> Executor:
     launches: Launches | None = getattr(kernel, "launches", None)
     if step.post is None and isinstance(kernel, CpuKernel | HostKernel):
         return CpuExecutor(step, kernel)
-    if step.post is None and launches is not None and backend.low_bit is None:
-        return GpuExecutor(step, launches, backend)
+    low: Launches | None = getattr(backend.low_bit, "launches", None)
+    if step.post is None and launches is not None and (backend.low_bit is None or low is not None):
+        return GpuExecutor(step, launches, low, backend)
     return PythonExecutor(step)
 
 
@@ -133,14 +134,15 @@ class GpuExecutor(NativeExecutor):
     core: _core.GpuLayer
     on_host = False
 
-    def __init__(self, step: MoeLayer, launches: Launches, backend: DeviceBackend) -> None:
+    def __init__(self, step: MoeLayer, launches: Launches, low: Launches | None, backend: DeviceBackend) -> None:
         super().__init__(step)
+        self.held.append(backend.low_bit)
         fetch = backend.views.fetch
-        self._experts, self._device = step.experts, launches.device
+        self._experts, self._device, self._shared = step.experts, launches.device, step.shared
         core = self.core = _core.GpuLayer(
-            step.cache.core, _cpu.table(), launches.experts, getattr(fetch, "reads", None), MOST_GPU_ROWS,
-            partial(_fetched, fetch, self.asked), step.index, step.experts, step.cache.neurons, launches.most_rows,
-            step.shared.passes,
+            step.cache.core, _cpu.table(), launches.experts, None if low is None else low.experts,
+            getattr(fetch, "reads", None), MOST_GPU_ROWS, partial(_fetched, fetch, self.asked), step.index,
+            step.experts, step.cache.neurons, launches.most_rows, step.shared.passes,
         )  # fmt: skip
         self._run = core.run
         install(step, self)
@@ -158,7 +160,7 @@ class GpuExecutor(NativeExecutor):
 
     def run(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with on_device(self._device):
-            out: torch.Tensor = self._run(hidden, ids, weights)
+            out: torch.Tensor = self._run(hidden, ids, weights, self._shared.into)
         return out
 
     def parts_s(self) -> dict[str, float]:

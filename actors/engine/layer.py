@@ -108,6 +108,17 @@ class MoeLayer:
             self.cache.check_integrity()
         return out
 
+    def forward_into(self, out: torch.Tensor, *inputs: Any) -> None:
+        """`forward`, whose output goes to `out` [T, H], which is contiguous and of its type. Raises as `forward`."""
+        shared = self.shared
+        shared.into = out
+        try:
+            made = self.forward(*inputs)
+        finally:
+            shared.into = None
+        if made is not out:
+            out.copy_(made)
+
     def begin_pass(self) -> Pass:
         """Python's parts of the present pass."""
         view, self._view = self._view, None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ...errors import ConfigError
 from ..gpu_driver import TorchBuild, absent, has_gpu, number_by_bus, unusable
+from ..numa import MemoryNode, keep_to, node_of, words
 from ..settings import LinkSettings
 from .cache.device import Activations, CpuDevice, Device, PlainActivations
 from .cuda.activations import PinnedActivations
@@ -14,6 +17,8 @@ from .cuda.runtime import runtime_of
 from .host_view import Fetch, share
 from .model.attention import steady_sdpa
 from .pinned_fetch import PinnedFetch
+
+_log = logging.getLogger(__name__)
 
 
 def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device:
@@ -35,7 +40,19 @@ def make_device(kind: str, link: LinkSettings, gpu: int | None = None) -> Device
             )
         torch.cuda.set_device(gpu)
     steady_sdpa()
-    return CudaDevice(runtime_of(torch.device("cuda")))
+    runtime = runtime_of(torch.device("cuda"))
+    return CudaDevice(runtime, near=_kept_to(runtime.bus()))
+
+
+def _kept_to(bus: str) -> MemoryNode | None:
+    """The memory node of this GPU, to which this process keeps from now on; None: it is not bound."""
+    node = node_of(bus)
+    if node is None:
+        return None
+    if (problem := keep_to(node)) is not None:
+        _log.warning("threads and pages are not bound to %s, which GPU %s is near: %s", words(node), bus, problem)
+        return None
+    return node
 
 
 def cuda_usable(*, required: bool = False) -> bool:

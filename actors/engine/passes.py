@@ -42,6 +42,7 @@ class Shared:
     Attributes:
         planned: whether the placement plans the present forward.
         inputs, out: of the present pass, or of several that run together.
+        into: where native launches leave the sums of the present pass; None: in a new tensor.
         on_passed: as `hooks.Hooks.passed`.
         at_end: called when a forward's last layer has run.
     """
@@ -52,6 +53,7 @@ class Shared:
         self.passes: Any = _core.CpuLayers() if passes is None else passes
         self.inputs: Sequence[Any] = ()
         self.out: Any = None
+        self.into: Any = None
         self.on_passed: OnPassed | None = None
         self.at_end: list[Callable[[], object]] = []
 

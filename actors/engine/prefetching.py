@@ -126,6 +126,8 @@ class Prefetching:
         policy, allowed = self.policy, self._cache.governor.allows()
         if self.idle(index, allowed):
             return
+        if self._streams and self._cache.core.stream(self._cache.number_of(policy.name)):
+            return
         self._ask(index, policy.observed(self._see(index, self._spans, view)), allowed)
         if self.on_predicted is not None and policy.predicted is not None:
             self.on_predicted(0 if index == self._last else index + 1, policy.predicted)
@@ -138,7 +140,7 @@ class Prefetching:
         spec = policy.native(0) if self._shards is None else None  # else other devices load, too
         if spec is None or (policy.wraps and policy.distance > 1):
             return None
-        by = _core.ByScores(spec.votes, spec.top, policy.wraps, self._cache.number_of(policy.name))
+        by = _core.ByScores(spec.votes, spec.top, policy.wraps, policy.streams, self._cache.number_of(policy.name))
         self.announced.always = self._always
         asked = self._asked_ahead(index) if self._reach[index] else []
         if not asked:
@@ -154,6 +156,10 @@ class Prefetching:
     def _asked_ahead(self, index: int) -> Sequence[Asked | None]:
         """The scores of later layers that a layer reads, by distance."""
         raise NotImplementedError
+
+    @property
+    def _streams(self) -> bool:
+        return self.policy.streams and not self._always
 
     @property
     def _always(self) -> bool:
@@ -265,6 +271,8 @@ class RouterPrefetching(Prefetching):
         """The scores that `layer` reads, as far as known before (`host_view.Asker`)."""
         policy = self.policy
         if self.announced.rests or self.idle(layer, not self._cache.governor.resting):
+            return []
+        if self._streams and self._cache.core.may_sweep(tokens):  # a row has a pair or more
             return []
         found = [self._lookahead(layer, distance, tokens) for distance in range(1, policy.looks_ahead + 1)]
         if policy.needs_probabilities:

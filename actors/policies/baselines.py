@@ -357,6 +357,8 @@ class PreGatedPrefetch(NextGatePrefetch):
     """
 
     class Options(NextLayerOptions):
+        whole_layers: ClassVar[bool] = False  # of its base
+
         @property
         def needs(self) -> frozenset[str]:
             return frozenset({"gates"})

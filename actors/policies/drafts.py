@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,13 +9,15 @@ from typing import NamedTuple
 LONGEST = 32  # tokens of a match that are counted
 _MARGIN = 1.1  # tokens a second with drafts over those without, at least
 _SHARE = 0.01  # of the seconds of steps without drafts: what wrong predictions may cost
-_FIRST, _MOST_SAVED = 2.0, 16.0  # of the account, in steps without drafts: at the start, and at most
+_FIRST, _MOST_SAVED = 1.0, 16.0  # of the account, in steps without drafts: at the start, and at most
 _KNOWN = 4  # steps without drafts before the first with some
 _FIRST_PROBE, _PROBE = 12, 48  # steps with drafts in a row at first, and at most; then `_PAUSE` without
 _PAUSE = 2  # steps; the first has its inputs made anew, the second says what a step takes now
 _AGAIN = 1 / 4  # weight of that one in a mean
 _DECAY = 1 / 16  # weight of the last step in a mean
 _FORGET = 0.98  # of earlier tokens and steps, in counts and fits
+_AGE = 0.995  # the same, of steps without drafts
+_BEFORE = 4.0  # weight of what is thought before, in tokens and rows
 _SURE = 4  # match of a class that may pay, before any was measured
 _OUTLIER = 4.0  # of the prediction: longer steps were interrupted
 
@@ -52,14 +53,15 @@ class StepTime(NamedTuple):
 class DecodeCounts(NamedTuple):
     """Of all forwards so far without rows of a prompt.
 
-    needed: experts, per forward and layer. missed: those that were not resident. waited_s: for these. copy_s: what a
-    planner takes a copy of one to cost; 0: there is none.
+    needed: experts, per forward and layer. missed: those that were not resident. waited_s: for these. miss_s: seconds
+    of one, copied or computed elsewhere; 0: not known. absent: share of all experts that are not resident now.
     """
 
     needed: int
     missed: int
     waited_s: float
-    copy_s: float
+    miss_s: float
+    absent: float
 
 
 @dataclass
@@ -93,6 +95,11 @@ class _Plain:
     missed: float = 0.0
     steps: int = 0
 
+    @property
+    def price(self) -> float:
+        """Seconds of waits for one expert that is missed."""
+        return max(0.0, self.seconds - self.rest_s) / max(self.missed, 1.0)
+
     def add(self, step: StepTime, least: float = _DECAY) -> None:
         self.steps += 1
         weight = max(least, 1 / self.steps)
@@ -100,6 +107,25 @@ class _Plain:
         self.rest_s += weight * (step.seconds - step.waited_s - self.rest_s)
         self.needed += weight * (step.needed - self.needed)
         self.missed += weight * (step.missed - self.missed)
+
+
+@dataclass
+class _Mean:
+    """Mean of what was counted, with forgetting, and of what was thought before."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    def add(self, total: float, count: int) -> None:
+        self.total = _FORGET**count * self.total + total
+        self.count = _FORGET**count * self.count + count
+
+    def age(self) -> None:
+        """A step passed in which nothing was counted."""
+        self.total, self.count = _AGE * self.total, _AGE * self.count
+
+    def over(self, before: float) -> float:
+        return (self.total + _BEFORE * before) / (self.count + _BEFORE)
 
 
 @dataclass
@@ -127,47 +153,55 @@ class _Line:
 class DraftPricing:
     """Chooses how many tokens of each request's proposal a step verifies.
 
-    Rule: a step of n requests with R rows (n, and one for each drafted token) is predicted to take
+    Rule: a step of n requests that drafts D tokens, of which A are right, is predicted to take
 
-        t(R) = rest(R) + price * missed(R),        missed(R) = missed(n) * (R / n) ** growth
+        t(D, A) = t(0) + rest * (over(D) - 1) + price * (A * right + (D - A) * wrong)
 
-    where `rest` is a line through measured steps with drafts; `growth` is fitted to the experts that were not resident
-    in them, of all that their rows needed; `price` is what one of these costs now: measured seconds of waits over
-    experts that were waited for, else `copy_s` of the caller. A proposal whose source agrees with the request over
-    `match` tokens is right in each token with the odds p of its class (powers of two of `match`), which accepted tokens
-    teach. Expected tokens are n + sum over requests of p + p^2 + .. + p^k. As t depends on R alone, the best k of all
-    requests are a prefix of all p^j in falling order; all prefixes are compared with t(n) by the tokens a second, and
-    no drafts win unless the gain is 10%.
+    where t(0) and its part `rest`, without waits for experts, are those of measured steps without drafts; `over` is a
+    line through measured steps with drafts; `price` is measured seconds of waits over experts that were waited for,
+    else `miss_s`. `right` and `wrong` are experts that the row of such a draft misses: those that a right one misses,
+    the next step would have; both are thought to be as many as a step without drafts misses, until they are measured.
 
-    Bound: the account has `saved` seconds of steps with drafts (predicted without drafts, less measured) and 1% of the
-    seconds of steps without. Where it is empty, nothing is drafted: predictions that are wrong cost that share.
+    A proposal whose source agrees with the request over `match` tokens is right in each token with the odds p of its
+    class (powers of two of `match`), which accepted tokens teach. Expected tokens are n + A, where A is the sum over
+    requests of p + p^2 + .. + p^k. A likelier draft takes no longer, so the best k of all requests are a prefix of all
+    p^j in falling order; all prefixes are compared with t(0) by the tokens a second, and no drafts win unless the gain
+    is 10%.
 
-    State: means of steps without drafts by n, two fits, odds by class. Cost: O(drafts log drafts) a step. No clock: the
-    caller measures.
+    Bound: this is a hope, and an account pays for it. It begins with the seconds of one step and gets 1% of those of
+    each step without drafts. A step with drafts adds what its tokens would have taken, less what it took and what its
+    wrong drafts displaced: an expert loaded for nothing makes a cache of any order miss at most one more later. The
+    step is chosen only if the account has its loss should every draft be wrong (`most_lost_s`), where a wrong one
+    misses, until that is measured, as many as any row would (the share of all that is not resident), each for `miss_s`;
+    and only with up to twice the drafts of the largest step so far. So N steps take at most 1.01 N + 1 steps' time,
+    and what a step takes beyond its worst prediction, which is paid back before the next.
+
+    State: means of steps without drafts by n, a fit, two means of experts, odds by class. Cost: O(drafts log drafts) a
+    step. No clock: the caller measures.
 
     Args:
         most: drafted tokens of a request, at most.
-        experts, top_k: of a layer, for the growth before it was measured.
         stats: counts what came of it; one object for good.
+
+    Attributes:
+        miss_s: seconds of one expert that is not resident, where nothing hides them; 0: not known.
+        absent: share of all experts that are not resident now.
     """
 
     most: int
-    experts: int
-    top_k: int
     stats: DraftStats = field(default_factory=DraftStats)
 
     def __post_init__(self) -> None:
-        union = (1 - (1 - self.top_k / self.experts) ** 4) * self.experts / self.top_k  # of four rows over one's
-        growth = math.log(max(1.0, union)) / math.log(4)
-        self._growth = [4.0 * growth, 4.0]  # sums of xy and xx, x = log(R / n), y = log(missed(R) / missed(n))
+        self._right, self._wrong = _Mean(), _Mean()  # experts that rows of drafts missed
         self._rest = _Line()
         self._plain: dict[int, _Plain] = {}
-        self._odds: dict[int, list[float]] = {}  # by class of match: accepted and tried tokens
+        self._odds: dict[int, _Mean] = {}  # by class of match: accepted of tried tokens
         self._waited_s = self._missed = 0.0  # of late
         self._account: float | None = None  # seconds
+        self._reach = 1  # drafted tokens of a step, at most: twice as many as were measured
         self._in_a_row, self._probe = 0, _FIRST_PROBE  # steps with drafts since the last without, and at most
         self._pause = 0  # steps without drafts to come
-        self.copy_s = 0.0
+        self.miss_s, self.absent = 0.0, 1.0
 
     # -- the decision --------------------------------------------------------------------------------------------------
 
@@ -186,22 +220,25 @@ class DraftPricing:
         return self._may(requests) and any(self._best([likely] * requests, 1 << 16))
 
     def _may(self, requests: int) -> bool:
-        """Whether steps of so many requests are known, none is to be measured, and the account has something."""
-        plain, saved = self._plain.get(requests), self._account
-        return plain is not None and plain.steps >= _KNOWN and not self._pause and saved is not None and saved > 0
+        """Whether steps of so many requests are known, and none is to be measured."""
+        plain = self._plain.get(requests)
+        return plain is not None and plain.steps >= _KNOWN and not self._pause and self._account is not None
 
     def _best(self, proposals: Sequence[Proposal], room: int) -> list[int]:
-        counts, plain = [0] * len(proposals), self._plain[len(proposals)]
+        requests, account = len(proposals), self._account or 0.0
+        counts, plain_s = [0] * requests, self._plain[requests].seconds
         gains = sorted(
             ((self.odds(proposal.match) ** place, request, place)
              for request, proposal in enumerate(proposals)
              for place in range(1, min(proposal.tokens, self.most) + 1)),
             key=lambda gain: (-gain[0], gain[1], gain[2]),
-        )[: max(0, room)]  # fmt: skip
-        tokens, best, taken = float(len(proposals)), _MARGIN * len(proposals) / plain.seconds, 0
+        )[: max(0, min(room, self._reach))]  # fmt: skip
+        right, best, taken = 0.0, _MARGIN * requests / plain_s, 0
         for number, (gain, _, _) in enumerate(gains, start=1):
-            tokens += gain
-            if (rate := tokens / self.seconds(len(proposals), len(proposals) + number)) > best:
+            right += gain
+            if self.most_lost_s(requests, number) > account:
+                break
+            if (rate := (requests + right) / self.seconds(requests, number, right)) > best:
                 best, taken = rate, number
         for _, request, _ in gains[:taken]:
             counts[request] += 1
@@ -210,28 +247,29 @@ class DraftPricing:
     def odds(self, match: int) -> float:
         """That a drafted token is right whose proposal has this match, if those before it are."""
         size = _class_of(match)
-        accepted, tried = self._odds.get(size, (0.0, 0.0))
-        before = 1.0 - 0.9 / size  # 0.1, 0.55, 0.7, 0.78, ..: worth four tokens
-        return (accepted + 4.0 * before) / (tried + 4.0)
+        before = 1.0 - 0.9 / size  # 0.1, 0.55, 0.7, 0.78, ..
+        return self._odds.get(size, _Mean()).over(before)
 
-    def seconds(self, requests: int, rows: int) -> float:
-        """Predicted, of a step of so many requests and rows. `requests` is known."""
+    def seconds(self, requests: int, drafted: int, right: float) -> float:
+        """Predicted, of a step of so many requests, which are known, and drafted tokens, of which some are right."""
         plain = self._plain[requests]
-        if rows == requests:
+        if not drafted:
             return plain.seconds
-        missed = plain.missed * (rows / requests) ** self.growth
-        rest = plain.rest_s * self._rest_over(rows - requests)
-        return rest + max(plain.seconds - plain.rest_s, 0.0) + self.price * (missed - plain.missed)
+        one = plain.missed / requests
+        wrong = self._wrong.over(one)
+        missed = right * min(self._right.over(one), wrong) + (drafted - right) * wrong
+        return plain.seconds + plain.rest_s * (self._rest_over(drafted) - 1.0) + self.price * missed
 
-    @property
-    def growth(self) -> float:
-        """Exponent of the experts that a step waits for, by its rows."""
-        return min(1.0, max(0.0, self._growth[0] / self._growth[1]))
+    def most_lost_s(self, requests: int, drafted: int) -> float:
+        """Seconds that a step takes longer than one without drafts, if none of them is right."""
+        plain = self._plain[requests]
+        missed = drafted * self._wrong.over(self.absent * plain.needed / requests)
+        return plain.rest_s * (self._rest_over(drafted) - 1.0) + (max(self.price, self.miss_s) + plain.price) * missed
 
     @property
     def price(self) -> float:
-        """Seconds that one expert costs now that is not resident."""
-        return self._waited_s / self._missed if self._missed >= 1.0 and self._waited_s > 0 else self.copy_s
+        """Seconds that one expert costs now that is not resident, of late; waits may hide a part."""
+        return self._waited_s / self._missed if self._missed >= 1.0 and self._waited_s > 0 else self.miss_s
 
     def _rest_over(self, drafted: int) -> float:
         """The rest of a step with so many drafts, over that of one without."""
@@ -257,18 +295,24 @@ class DraftPricing:
         self._in_a_row += 1
         if self._in_a_row >= self._probe:
             self._pause, self._probe = _PAUSE, min(2 * self._probe, _PROBE)
-        expected_s = self.seconds(requests, requests + drafted)
+        expected_s = max(self.seconds(requests, drafted, accepted), plain.seconds + self.most_lost_s(requests, drafted))
         measured_s = min(step.seconds, _OUTLIER * expected_s)
-        saved_s = plain.seconds * (requests + accepted) / requests - measured_s
+        tokens, more = (requests + accepted) / requests, max(0.0, step.missed - plain.missed)
+        # tokens in a step share waits with their neighbours; the mean of other steps may credit them with too many
+        saved_s = min(tokens * plain.seconds - measured_s, tokens * plain.rest_s - (measured_s - step.waited_s))
+        if wrong := drafted - accepted:
+            more = max(0.0, more - accepted * self._right.over(plain.missed / requests))
+            self._wrong.add(more, wrong)
+            saved_s -= plain.price * more  # they took the place of others, which are to be copied again
+        else:
+            self._right.add(more, accepted)
         self._add(saved_s, plain)
         self.stats.steps += 1
         self.stats.drafted += drafted
         self.stats.accepted += accepted
         self.stats.extra_experts += max(0.0, step.needed - plain.needed)
         self.stats.saved_s += saved_s
-        rows = math.log((requests + drafted) / requests)
-        more = math.log((step.missed + 0.5) / (plain.missed + 0.5))
-        self._growth = [_FORGET * self._growth[0] + rows * more, _FORGET * self._growth[1] + rows * rows]
+        self._reach = max(self._reach, 2 * drafted)
         if not self._rest.weight:
             self._rest.add(1, self._rest_over(1))
             self._rest.add(8, self._rest_over(8))
@@ -280,6 +324,7 @@ class DraftPricing:
             self._add(-seconds, plain)
 
     def _took_plain(self, step: StepTime, plain: _Plain) -> None:
+        self._wrong.age()
         after_drafts, self._in_a_row = self._in_a_row > 0, 0
         measured, self._pause = self._pause > 0, max(0, self._pause - 1)
         known = plain.steps >= _KNOWN
@@ -299,10 +344,8 @@ class DraftPricing:
             self._account = min(self._account + seconds, _MOST_SAVED * plain.seconds)
 
     def _learn_odds(self, one: Verified) -> None:
-        counts = self._odds.setdefault(_class_of(one.match), [0.0, 0.0])
         tried = one.accepted + (one.accepted < one.drafted)
-        counts[0] = _FORGET**tried * counts[0] + one.accepted
-        counts[1] = _FORGET**tried * counts[1] + tried
+        self._odds.setdefault(_class_of(one.match), _Mean()).add(one.accepted, tried)
 
 
 def _class_of(match: int) -> int:

@@ -262,6 +262,8 @@ class PrefetchPolicy(MaybeNative, ABC):
             [S, E] as from `lookahead`; None where there are none.
         distance: layers ahead that it prefetches and may ask `lookahead` for.
         synchronous: the forward waits until its prefetches have arrived.
+        streams: a pass that sweeps, with 64 pairs an expert or more and most experts of its layer, prefetches the next
+            layer whole and as urgently as demand, in place of asking this policy (`core.Core.stream`).
     """
 
     Options: ClassVar[type[PrefetchOptions]] = PrefetchOptions
@@ -277,6 +279,7 @@ class PrefetchPolicy(MaybeNative, ABC):
     predicted: NDArray[np.floating] | None = None
     distance: int = 1
     synchronous: bool = False
+    streams: bool = False
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
@@ -374,14 +377,36 @@ class NextGatePrefetch(LayeredPrefetch):
 
     Mixtral-Offloading is this with LRU, distance 1 and `synchronous`.
 
+    With `whole_layers` it is not asked in long prompts (`streams`): thousands of rows name nearly all experts, and to
+    rank their scores takes the host 32 ms a layer (8,192 rows, 128 experts), in which a GPU has nothing to do.
+
     Args:
-        layers, experts: L and E. top: experts per token.
+        layers, experts: L and E. top: experts per token. whole_layers: see above; not where the forward waits.
     """
+
+    class Options(PrefetchOptions):
+        whole_layers: bool = Field(
+            default=False, description="a forward with 64 pairs of token and expert for each expert, or more, that "
+            "needs most experts of its layer prefetches all of the next one; not with synchronous",
+        )  # fmt: skip
+
 
     name: ClassVar[str] = "next-gate"
     stateless: ClassVar[bool] = True
     needs_ids = False
     needs_lookahead: ClassVar[bool] = True
+
+    @classmethod
+    def make(cls, options: Any, context: PolicyContext) -> PrefetchPolicy:
+        top = options.experts(context)
+        return cls(context.layers, context.experts, top, options.distance, options.synchronous, options.whole_layers)
+
+    def __init__(
+        self, layers: int, experts: int, top: int, distance: int = 1, synchronous: bool = False,
+        whole_layers: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(layers, experts, top, distance, synchronous)
+        self.streams = whole_layers and not synchronous
 
     def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         layers: list[list[int]] = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,18 @@ from ...kernels.forms import DTYPES, ExpertForm
 from .format import MAP_SUFFIX, REBUILD, Bytes, Count, Record, SourceFile, first_problem, part_bytes, read_header
 
 _GGUF_HEAD_BYTES = 16 << 20  # of a GGUF file: its header and tensor names, without parsing them
+
+# an embedding of so many bytes is a table: its rows are read from the mapped file when they are asked for
+TABLE_BYTES = 1 << 28
+_TABLE = re.compile(r"(embed_tokens|embed_tokens_per_layer|embeddings|ngram_embedding|token_embd)\.weight$")
+
+
+def is_table(name: str, nbytes: int) -> bool:
+    """Whether a matrix of the dense part is a table: an embedding, by its name, of so many bytes that none is widened.
+
+    One that is the output matrix, too, is read whole for each token: whoever asks knows of that.
+    """
+    return nbytes >= TABLE_BYTES and _TABLE.search(name) is not None
 
 
 def map_name(index: int) -> str:

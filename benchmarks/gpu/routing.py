@@ -198,6 +198,11 @@ class _ReplayedLayer:
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self._inner.forward(hidden, *self._replay.routing(self._index, weights))
 
+    def forward_into(
+        self, out: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        self._inner.forward_into(out, hidden, *self._replay.routing(self._index, weights))
+
 
 def profile_of(trace: RoutingTrace, seed: int = 0) -> ExpertProfile:
     """The statistics of a trace that BuddyMoE's presets read; products of outputs, which it lacks, are random."""

@@ -214,15 +214,16 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
 
     with closing(device), closing(host):
         host.add(shape, context.dtype, context.device, seed=1)
+        layers = [layer for layer in host.layers if isinstance(layer, LayerWeights)]  # as all of a plain shape are
         batches = [(size, limit) for case, size, limit in LOADS if case == name]
         for size, limit in batches:
-            share = measured(host.layers, size, f"huge pages ({host.how[0]})", host.pin_s[0])
+            share = measured(layers, size, f"huge pages ({host.how[0]})", host.pin_s[0])
             if limit is not None:
                 record.check(f"expert loads over the link's peak, {shape.name}, {size} at a time", share, ">=", limit)
         if context.toy or record.has_time(context, _FILE_S, f"{shape.name}, loads from a mapped file"):
-            _loads_of_a_file(host.layers[0], batches[-1], measured, device, record, shape.name)
+            _loads_of_a_file(layers[0], batches[-1], measured, device, record, shape.name)
         # written to: pages that never were are all the same one, which the processor's caches hold
-        plain = [LayerWeights(tuple(tensor.clone() for tensor in host.layers[0].tensors))]
+        plain = [LayerWeights(tuple(tensor.clone() for tensor in layers[0].tensors))]
         measured(plain, batches[-1][0], "pageable (staged)")
 
 

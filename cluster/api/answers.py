@@ -35,6 +35,10 @@ class Form(Protocol):
     whole: str
     chunk: str
 
+    @property
+    def reasoned(self) -> Sequence[int]:
+        """Of each choice so far, how many tokens its reasoning took."""
+
     def opening(self, index: int) -> Json | None:
         """What a choice's stream begins with, before anything is generated."""
 
@@ -131,11 +135,11 @@ class Answer:
     def _usage(self, tokens: Sequence[int], cached: Sequence[int]) -> Json:
         """Of the tokens generated of each choice, and the cached ones of its prompt; a prompt counts once."""
         prompt, generated = self._checked.prompt_tokens, sum(tokens)
-        each = len(cached) // self._checked.prompts
+        each, reasoned = len(cached) // self._checked.prompts, sum(self._form.reasoned)
         return {
             "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(cached[::each])},
-        }  # fmt: skip
+        } | ({"completion_tokens_details": {"reasoning_tokens": reasoned}} if reasoned else {})  # fmt: skip
 
 
 class ChatForm:
@@ -158,6 +162,7 @@ class ChatForm:
         self._names, self._logprobs, self._parsers, self._several = names, logprobs, parsers, several
         self._reasoning = reasoning
         self._calls = [0] * len(parsers)  # so far
+        self.reasoned = [0] * len(parsers)
 
     def opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
@@ -167,6 +172,8 @@ class ChatForm:
         parsed, finish = self._parsers[index].feed(delta.text), delta.finish
         if finish is not None:
             parsed = parsed.then(self._parsers[index].finish())
+        if parsed.reasoning:
+            self.reasoned[index] = delta.tokens_until(parsed.reasoning)
         calls = self._numbered(index, parsed.calls)
         if finish == "stop" and self._calls[index]:
             finish = "tool_calls"
@@ -214,6 +221,7 @@ class CompletionForm:
     logprobs: bool
     id_prefix = "cmpl"
     whole = chunk = "text_completion"
+    reasoned = ()
 
     def opening(self, index: int) -> None:
         return None

@@ -351,7 +351,8 @@ class ResponsesAnswer:
         usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": self._cached, "cache_write_tokens": 0},
-            "output_tokens": self._tokens, "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens": self._tokens,
+            "output_tokens_details": {"reasoning_tokens": sum(self._checked.form.reasoned)},
             "total_tokens": prompt + self._tokens,
         }  # fmt: skip
         return {

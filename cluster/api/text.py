@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -104,6 +105,7 @@ def overlap(text: str, stop: str) -> int:
     return _advance(stop, _borders(stop), 0, text[len(text) - len(stop) + 1 :] if len(text) >= len(stop) else text)[0]
 
 
+_LAST = 64  # letters by which the end of a part is found
 _LONG_RUN = 64  # tokens without text; a character has four at most
 _SHRINKING = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Lowercase": 4}  # by so much at most: "𝐚" becomes "a"
 _KEEPING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"}
@@ -160,6 +162,7 @@ class Delta:
         cached_tokens: of the prompt, that the KV cache had; on the first delta.
         finish: stop or length, on the last delta and only there.
         stop: the stop string that ended it, on the last delta.
+        parts: of several joined to one, after how many letters of the text each number of tokens had come.
     """
 
     text: str
@@ -169,6 +172,13 @@ class Delta:
     finish: str | None = None
     cached_tokens: int = 0
     stop: str | None = None
+    parts: tuple[tuple[int, int], ...] = ()
+
+    def tokens_until(self, text: str) -> int:
+        """How many tokens had been generated when the last letters of a part of the text were there."""
+        last = text[-_LAST:]
+        end = self.text.find(last) + len(last)
+        return next((tokens for letters, tokens in self.parts if letters >= end), self.tokens)
 
     @staticmethod
     def joined(parts: Sequence[Delta]) -> Delta:
@@ -181,6 +191,7 @@ class Delta:
             parts[-1].finish if parts else None,
             sum(part.cached_tokens for part in parts),
             parts[-1].stop if parts else None,
+            tuple(zip(accumulate(len(part.text) for part in parts), (part.tokens for part in parts), strict=True)),
         )
 
 

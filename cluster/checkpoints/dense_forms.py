@@ -6,16 +6,18 @@ which modules). What transformers' conversion or a GGUF converter makes of sever
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from ...actors.engine.model.published_linear import keeps_form
-from ...kernels.forms import BLOCKS, MatrixForm
-from .matrices import QuantizedEntry, Raw
-from .plan import Plan, RowTransform
+from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
+from .matrices import QuantizedEntry, Raw, plain_form
+from .plan import BLOCK_BYTES, Plan, RowTransform
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,16 @@ class DenseMatrix:
             parts = {"weight": self.rows([torch.from_numpy(parts["weight"])]).numpy()}
         return parts
 
+    def blocks(self) -> Iterator[NDArray[Any]]:
+        """Its parts in order, checked; of one without scales apart some rows at a time. Raises as `parts`."""
+        if self.rows is not None or self.entry.repack is not None or len(self.form.parts()) > 1:
+            parts = self.parts()
+            yield from (parts[part] for part in self.form.parts())
+            return
+        step = max(1, BLOCK_BYTES * self.form.outputs // max(1, self.form.nbytes()))
+        for start in range(0, self.form.outputs, step):
+            yield self.entry.of_rows(start, min(start + step, self.form.outputs)).verified()["weight"]
+
 
 def dense_matrices(
     model: PreTrainedModel, plan: Plan, names: Sequence[str], aliases: Mapping[str, str]
@@ -48,6 +60,8 @@ def dense_matrices(
         if group.converter is not None or len(group.sources) != 1:
             continue
         entry, rows = group.sources[0][2], group.transform
+        if not isinstance(entry, QuantizedEntry) and len(entry.spec.shape) == 2 and entry.spec.dtype in FLOATS.values():
+            entry = QuantizedEntry(entry.spec, plain_form(entry, *entry.spec.shape), {"weight": entry})
         if not isinstance(entry, QuantizedEntry) or entry.stack or entry.transposed:
             continue
         if rows is not None and not (isinstance(rows, RowTransform) and entry.form.kind in BLOCKS):

@@ -19,6 +19,7 @@ from ...actors.store.format import part_bytes
 from ...actors.store.published import LayerMap, runs_of
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import DTYPES, ExpertForm, MatrixForm
+from ...kernels.repack import neurons_in_order
 from ...limits import usable_cores
 from .gguf_header import EXPERT_REMEDY
 from .matrices import Entry, QuantizedEntry, Raw, plain_form
@@ -47,6 +48,11 @@ class Matrices:
             raise UnsupportedModelError(f"the experts beside {name!r} have {len(forms)} forms ({kinds})", _REMEDY)
         return forms.pop()
 
+    def order(self, expert: int) -> NDArray[np.int32] | None:
+        """As `QuantizedEntry.order`."""
+        entry, _ = self.of(expert)
+        return entry.order() if isinstance(entry, QuantizedEntry) else None
+
     @property
     def repacked(self) -> bool:
         return any(isinstance(entry, QuantizedEntry) and entry.repack is not None for entry in self.entries)
@@ -56,7 +62,8 @@ class Matrices:
 class LayerExperts:
     """The experts of one layer in their published form.
 
-    biases: of gate_up and down, stacked [E, n]; the concatenation of several.
+    form: with the neurons in the order of down's inputs, where down has act-order. biases: of gate_up and down, stacked
+    [E, n]; the concatenation of several.
     """
 
     form: ExpertForm
@@ -94,7 +101,7 @@ class LayerExperts:
         Raises:
             CheckpointError: unreadable, not of the form, or not finite.
         """
-        form = self.form.matrices[matrix]
+        form, reordered = self.form.matrices[matrix], self.matrices["down"].form().order
 
         def one(expert: int) -> dict[str, NDArray[Any]]:
             entry, index = self.matrices[matrix].of(expert)
@@ -103,6 +110,10 @@ class LayerExperts:
             parts = entry.verified(index)
             if matrix in self.biases:
                 parts["bias"] = self._bias(matrix, expert)
+            if reordered and matrix == "down":
+                del parts["order"]
+            elif reordered and (order := self.matrices["down"].order(expert)) is not None:
+                parts = neurons_in_order(self.form, matrix, parts, order)
             return parts
 
         yield from in_order(one, range(self.experts))
@@ -166,8 +177,9 @@ def layer_experts(plan: Plan, module: ExpertsModule) -> LayerExperts:
         raise UnsupportedModelError(f"{module.path} has biases of several types", _REMEDY)
     of_gguf = plan.makers[module.params["down"]].sources[0][0] in _OF_GGUF
     try:
+        forms = {name: found.form() for name, found in matrices.items()}
         form = ExpertForm(
-            **{name: found.form() for name, found in matrices.items()},
+            **forms | {"down": replace(forms["down"], order=False)},
             interleaved="gate_up" in matrices and not module.concatenated and not of_gguf,
             bias=codes.pop() if codes else "",
         )
@@ -183,19 +195,17 @@ _OF_GGUF = ("gate", "up", "gate_up", "down")  # source names that `gguf_plan` gi
 
 def _fused(gate: Matrices, up: Matrices, module: ExpertsModule) -> Matrices:
     """Gate and up in one matrix, which experts with biases have: rows of gate, then of up."""
-    first, second, forms = gate.entries[0], up.entries[0], {gate.form(), up.form()}
-    stacked = isinstance(first, QuantizedEntry) and isinstance(second, QuantizedEntry)
-    if not stacked or len(forms) > 1 or gate.repacked or len(gate.entries) > 1:
+    both, forms = {"gate": gate.entries[0], "up": up.entries[0]}, {gate.form(), up.form()}
+    if len(forms) > 1 or gate.repacked or len(gate.entries) > 1:
         raise UnsupportedModelError(f"{module.path} has biases and experts of an unknown layout", _REMEDY)
     form = forms.pop()
 
     def joined(fused: MatrixForm, raw: Raw) -> Raw:
         return {"weight": np.concatenate([raw["gate"], raw["up"]])}
 
-    assert isinstance(first, QuantizedEntry)
-    assert isinstance(second, QuantizedEntry)
-    raw = {"gate": first.raw["weight"], "up": second.raw["weight"]}
-    return Matrices((replace(first, form=replace(form, outputs=2 * form.outputs), raw=raw, repack=joined),))
+    raw = {name: entry.raw["weight"] if isinstance(entry, QuantizedEntry) else entry for name, entry in both.items()}
+    form = replace(form, outputs=2 * form.outputs)
+    return Matrices((QuantizedEntry(both["gate"].spec, form, raw, module.shape.num_experts, repack=joined),))
 
 
 def _gate_and_up(group: Group, module: ExpertsModule) -> dict[str, Matrices]:
@@ -250,7 +260,8 @@ def _bias(group: Group, module: ExpertsModule) -> tuple[TensorEntry, ...]:
 
 def _form(entry: Entry) -> MatrixForm:
     if isinstance(entry, QuantizedEntry):
-        if entry.repack is not None and entry.form.kind == "float32":
+        packed = any(raw.spec.dtype == "U8" for raw in entry.raw.values())
+        if packed and entry.form.kind == "float32":  # blocks that are dequantized
             name = entry.spec.name
             raise UnsupportedModelError(f"{name!r} has a GGUF type that is not supported for experts", EXPERT_REMEDY)
         return entry.form

@@ -25,7 +25,7 @@ from ...kernels.forms import FLOATS, MatrixForm
 from ...proto.private import user_cache
 from ..host import GGUF_CACHE, shown, stands_for_gguf
 from .gguf_config import config_of
-from .gguf_header import FORM_OF, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
+from .gguf_header import FORM_OF, INTEGERS, SPLIT, Header, Tensor, gguf_files, parts_of, read_experts, read_gguf
 from .gguf_tokenizer import TOKENS, save_settings, save_tokenizer
 from .matrices import Entry, QuantizedEntry, Raw
 from .weight_files import CONFIG, GGUF_SUFFIX, TensorEntry, named_gguf, refuse_outside
@@ -58,8 +58,7 @@ def open_weights(folder: Path) -> tuple[Header, dict[str, Entry], list[SourceFil
 def _entry(name: str, tensor: Tensor) -> Entry:
     shape, kind, offset, path = tensor
     form = FORM_OF.get(GGMLQuantizationType(kind))
-    if form in FLOATS:
-        code = FLOATS[form]
+    if code := INTEGERS.get(kind) or (FLOATS.get(form) if form else None):
         return TensorEntry(path, _spec(name, code, shape, offset, math.prod(shape) * ITEM_BYTES[code]))
     if len(shape) not in (2, 3):
         raise UnsupportedModelError(

@@ -14,7 +14,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,11 +24,13 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 from ...actors.store.format import first_problem
+from ...actors.store.published import is_table
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import BLOCKS, ExpertForm, MatrixForm
 from ..host import stands_for_gguf
 from .weight_files import gguf_in, refuse_outside
 
+_OTHER_FILE = "use another GGUF file of the model, or its safetensors form"
 REFETCH = "download the checkpoint again"
 REWRITE = "write the file again with a current converter of llama.cpp"
 _LITTLE_ENDIAN = "rewrite it with gguf-convert-endian, which the package `gguf` installs"
@@ -48,6 +50,8 @@ FORM_OF: Mapping[GGMLQuantizationType, str] = {
     _Type.F32: "float32", _Type.F16: "float16", _Type.BF16: "bfloat16",
     **{_Type[kind.removesuffix("_gguf").upper()]: kind for kind in BLOCKS},
 }  # fmt: skip
+# tables that the model reads, such as the experts of a token: GGML's number -> safetensors' type
+INTEGERS: Mapping[int, str] = {_Type[code]: code for code in ("I8", "I16", "I32", "I64")}
 _MOST = 1 << 24  # strings of a vocabulary, tensors, keys
 
 
@@ -333,7 +337,7 @@ def read_experts(files: Sequence[Path]) -> Header:
         raise no_experts(files[0], header.architecture)
     for name, (_, number, _, path) in header.tensors.items():
         kind = _Type(number)
-        if kind in FORM_OF or header.is_draft(name):
+        if kind in FORM_OF or number in INTEGERS or header.is_draft(name):
             continue
         if _EXPERTS.fullmatch(name) is not None:
             raise _no_expert_type(name, kind.name, f"{path}: ")
@@ -371,6 +375,24 @@ def _same(one: Any, other: Any) -> bool:
 def shortest(value: Any) -> Any:
     """A float of 32 bits as the shortest number that means it: 1e-06, not 9.999999974752427e-07."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def unsupported(header: Header, key: str, value: Any) -> UnsupportedModelError:
+    shown = str(value) if len(str(value)) <= 60 else f"{str(value)[:57]}..."
+    what = f"{header.name}: the key '{header.architecture}.{key}' = {shown} is not supported"
+    return UnsupportedModelError(what, _OTHER_FILE)
+
+
+def count(header: Header, key: str) -> int:
+    value = header.get(key)
+    if type(value) is not int or not 1 <= value < 1 << 40:
+        raise no_number(header, key, value)
+    return value
+
+
+def no_number(header: Header, key: str, value: Any) -> CheckpointError:
+    what = f"{header.name}: the key '{header.architecture}.{key}' is {value!r}, not a number"
+    return CheckpointError(what, REWRITE)
 
 
 def tensor_bytes(name: str, shape: tuple[int, ...], kind: int) -> int:
@@ -431,19 +453,34 @@ def typed_tensors(header: Header) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-def published_gguf(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[int, int]:
-    """Numbers and bytes of a dense part's matrices that stay in blocks. tensors: as `typed_tensors` has them."""
-    numbers = nbytes = 0
-    for kind, shape in tensors.values():
-        if len(shape) == 2 and FORM_OF.get(_Type[kind]) in BLOCKS:
-            weights, size = GGML_QUANT_SIZES[_Type[kind]]
-            numbers += math.prod(shape)
-            nbytes += math.prod(shape) // weights * size
-    return numbers, nbytes
+def published_gguf(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[int, int, int]:
+    """Numbers and bytes of a dense part's matrices that stay in blocks, or are tables; and bytes of those tables.
+
+    Args:
+        tensors: as `typed_tensors` has them.
+    """
+    numbers = nbytes = of_tables = 0
+    for name, (kind, shape) in tensors.items():
+        if len(shape) != 2:
+            continue
+        weights, size = GGML_QUANT_SIZES[_Type[kind]]
+        each = math.prod(shape) // weights * size
+        table = is_table(name, each) and (name != "token_embd.weight" or "output.weight" in tensors)
+        if table or FORM_OF.get(_Type[kind]) in BLOCKS:
+            numbers, nbytes, of_tables = numbers + math.prod(shape), nbytes + each, of_tables + table * each
+    return numbers, nbytes, of_tables
 
 
-def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[ExpertForm, bool]]:
-    """The form of each MoE layer's experts, and whether they are mapped. tensors: as `typed_tensors` has them.
+def expert_layers(tensors: Iterable[str]) -> int:
+    """How many layers have routed experts. tensors: names."""
+    return len({match["layer"] for name in tensors if (match := _EXPERTS.fullmatch(name)) is not None})
+
+
+def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[ExpertForm, bool]] | None:
+    """The form of each MoE layer's experts, and whether they are mapped; None: they are dequantized, without a gate.
+
+    Args:
+        tensors: as `typed_tensors` has them.
 
     Raises:
         CheckpointError: a layer lacks a matrix, or one has another shape. UnsupportedModelError: of an unknown type.
@@ -458,6 +495,8 @@ def expert_forms(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tup
         if match["one"] is not None:  # of experts apart, which have one form, or are refused when they are prepared
             part, shape = f"{match['one']}.weight", (1, *shape)
         layer[part] = (kind, shape)
+    if not any(name.startswith("gate") for parts in layers.values() for name in parts):
+        return None
     try:
         return [_expert_form(parts) for _, parts in sorted(layers.items())]
     except (FormError, KeyError, IndexError, TypeError) as error:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ...actors.store.format import TensorSpec, first_problem
 from ...errors import CheckpointError, FormError, UnsupportedModelError
 from ...kernels.forms import DTYPES, MatrixForm, ceil_div
-from ...kernels.repack import needs_order, repack_awq, repack_compressed_tensors, repack_gptq
+from ...kernels.repack import column_order, needs_order, repack_awq, repack_compressed_tensors, repack_gptq
 from .quantization import FP8_SCALES, LAYOUTS, Layout, Quantization, Scheme
 from .weight_files import CONFIG, OTHER_CONFIG, TensorEntry, compare_hash, read_bytes
 
@@ -96,6 +96,14 @@ class QuantizedEntry:
             raise FormError(f"tensor {self.spec.name!r}: {error.what}", compare_hash(*self.paths)) from error
         return parts
 
+    def order(self) -> NDArray[np.int32] | None:
+        """The part `order` of a matrix, without the others; None: the checkpoint has its inputs in order.
+
+        Raises CheckpointError: as `parts`.
+        """
+        name = next((name for name in self.raw if name.endswith("g_idx")), None)
+        return None if name is None else column_order(self.form, self._array(self.raw[name], 0))
+
     def dequantized(self, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start..stop-1 of the dequantized tensor; only those are read if possible."""
         if self.stack:
@@ -105,6 +113,10 @@ class QuantizedEntry:
         if part is not None:
             return part.dequantized(0, stop - start)
         return self.form.dequantize(self.verified())[start:stop]
+
+    def of_rows(self, start: int, stop: int) -> QuantizedEntry:
+        """The entry of some rows of a matrix whose parts are divided by rows, and so may begin at any."""
+        return _row_slice(self, start, stop) or self
 
     def _array(self, entry: TensorEntry, index: int) -> NDArray[Any]:
         shape = entry.spec.shape[1:] if self.stack else entry.spec.shape

@@ -499,7 +499,7 @@ def expected_experts(quantization: Quantization, layer: int, hidden: int, width:
         if schemes[0] is not None and schemes[0].layout == "gpt-oss":
             both = _expected_matrix(schemes[0], 2 * width, hidden)
             return ExpertForm(down=down, gate_up=both, interleaved=True, bias="BF16"), True
-        return ExpertForm(down=down, gate=gate, up=up), all(map(_is_mapped, schemes))
+        return ExpertForm(down=replace(down, order=False), gate=gate, up=up), all(map(_is_mapped, schemes))
     except FormError as error:
         raise UnsupportedModelError(
             f"experts of {hidden} x {width} cannot be quantized as config.json says: {error.what}", error.remedy

@@ -24,6 +24,7 @@ class Device:
         link_gbps: measured host-to-device copy speed in 1e9 bytes per second.
         link: how that was measured; None: there is no link, since experts run where the store maps them. Copies of a
             stand-in for a GPU are then copies within host memory, of this speed.
+        memory_node: near which a GPU is, in words; None: the machine has one, or does not say.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Device:
     free_bytes: int
     link_gbps: float
     link: str | None
+    memory_node: str | None = None
 
 
 def host_copy_gbps() -> float:
@@ -49,7 +51,9 @@ def devices() -> list[Device]:
     """
     import torch
 
+    from ...actors.engine.cuda.runtime import runtime_of
     from ...actors.engine.make_device import cuda_usable
+    from ...actors.numa import node_of, words
 
     if not cuda_usable():
         host = memory()
@@ -66,7 +70,9 @@ def devices() -> list[Device]:
 
         copy()  # the first one pays for set-up
         speed = _best_gbps(copy, source.nbytes)
-        found.append(Device(torch.cuda.get_device_name(index), total, free, speed, "pinned copy (measured)"))
+        node, name = node_of(runtime_of(torch.device("cuda", index)).bus()), torch.cuda.get_device_name(index)
+        near = None if node is None else words(node)
+        found.append(Device(name, total, free, speed, "pinned copy (measured)", near))
     return found
 
 

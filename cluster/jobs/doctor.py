@@ -157,6 +157,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         speed = f"{device['link_gbps']:.1f} GB/s"
         here = f"none: experts run where the store maps them; a stand-in (--emulate) copies {speed} at most"
         rows.append(("link", here if device["link"] is None else f"{speed}, {device['link']}"))
+        if device["memory_node"] is not None:
+            rows.append(("near", f"memory {device['memory_node']}: a worker's threads and pages keep to it"))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())))
     if report["job_agent_port_taken"]:
         needs = "another Ray here needs --dashboard-agent-listen-port=PORT, else `ray job submit` finds no agent"

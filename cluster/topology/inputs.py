@@ -18,8 +18,10 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError, field_valida
 
 from ...actors.base_settings import Settings
 from ...actors.gpu_driver import gpu_count
+from ...actors.numa import gpu_nodes, words
 from ...actors.settings import EngineSettings
 from ...actors.store.format import DTYPE_CODES, ITEM_BYTES, Published, part_tensor, read_manifest
+from ...actors.store.published import is_table
 from ...errors import CheckpointError, RuntimeFailure, UnsupportedModelError
 from ...kernels.forms import ExpertForm
 from ...limits import host_free_bytes, usable_cores
@@ -40,7 +42,9 @@ _BYTE_SIZE = TypeAdapter(ByteSize)
 # not `.shared_experts.`: those run for every token; of GGUF files stacked, or one for each expert
 ROUTED = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d+\.")
 _LAYER, _FURTHER = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)mtp(?:\.|_)")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
+_TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts",
+)  # fmt: skip
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 # factors of a layer's running state, by the names that configurations have for them
 _RUNNING = (
@@ -81,6 +85,8 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
     forms = manifest.dense.forms
     published = sum(form.outputs * form.inputs for form in forms.values())
     published_bytes = sum(form.nbytes() for form in forms.values())
+    shared = {tied.source for tied in manifest.dense.tied}
+    of_tables = sum(f.nbytes() for n, f in forms.items() if n not in shared and is_table(n, f.nbytes()))
     if file.is_file():
         parts = {part_tensor(name, part) for name, form in forms.items() for part in form.parts()}
         plain = _elements(found for name, (_, found) in tensors_of(file).items() if name not in parts)
@@ -98,6 +104,7 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
         dense_elements=plain + published,
         published_elements=published,
         published_bytes=published_bytes,
+        table_bytes=of_tables,
         kv_elements=_kv_elements(config, model_dir),
         item_bytes=item,
         source=f"store {store}",
@@ -133,6 +140,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     if gguf := bool(gguf_in(model_dir)):
         from ..checkpoints.gguf_header import (  # the package takes 0.2 s
             expert_forms,
+            expert_layers,
             gguf_files,
             published_gguf,
             read_experts,
@@ -140,6 +148,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         )
 
         tensors = typed_tensors(read_experts(gguf_files(model_dir)))
+        layers = expert_layers(tensors)
     else:
         depth = _depth(config, model_dir)
         tensors = {name: what for name, what in (headers(model_dir) or {}).items() if _is_used(name, depth)}
@@ -159,7 +168,8 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     estimated = not rest or packed
     dense = _dense_elements(config, model_dir, layers) if estimated else _elements(shape for _, shape in rest)
     of_dense = {name: found for name, found in tensors.items() if name not in routed}
-    published = published_gguf(of_dense) if gguf else _published_matrices(of_dense, dense)
+    tied = bool(config.get("tie_word_embeddings"))
+    published = published_gguf(of_dense) if gguf else _published_matrices(of_dense, dense, tied)
     return ModelFacts(
         name=name_of(model_dir),
         layers=layers,
@@ -176,6 +186,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         dense_estimated=estimated,
         published_elements=published[0],
         published_bytes=published[1],
+        table_bytes=published[2],
         **_activation_facts(config, model_dir),
         **_published_facts(form, experts, [mapped for _, mapped in forms or ()]),
     )
@@ -233,15 +244,25 @@ def _expected_forms(
     return None if kept == len(layers) else found
 
 
-def _published_matrices(tensors: Mapping[str, tuple[str, tuple[int, ...]]], dense: int) -> tuple[int, int]:
-    """Numbers and bytes of the quantized matrices of a dense part of so many numbers, by its tensors' types."""
+def _published_matrices(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], dense: int, tied: bool
+) -> tuple[int, int, int]:
+    """Numbers and bytes of the quantized matrices of a dense part of so many numbers, and of its tables; and of those.
+
+    Args:
+        tied: the embedding is the output matrix, too, and so no table.
+    """
+    sizes = {name: math.prod(shape) * ITEM_BYTES[code] for name, (code, shape) in tensors.items() if code in _PLAIN}
+    tables = {name for name, nbytes in sizes.items() if is_table(name, nbytes)}
+    tables -= {name for name in tables if tied and name.endswith("embed_tokens.weight")}
+    of_tables, rows = sum(sizes[name] for name in tables), _elements(tensors[name][1] for name in tables)
     scales = {name for name in tensors if _SCALES.search(name)}
     packed = {name for name, (code, _) in tensors.items() if code in _CODES} - scales
     if not packed:
-        return 0, 0
+        return rows, of_tables, of_tables
     numbers = dense - _elements(shape for name, (_, shape) in tensors.items() if name not in packed | scales)
     nbytes = sum(math.prod(tensors[name][1]) * ITEM_BYTES[tensors[name][0]] for name in packed | scales)
-    return max(0, numbers), nbytes
+    return max(0, numbers) + rows, nbytes + of_tables, of_tables
 
 
 def _elements(shapes: Iterable[Sequence[int]]) -> int:
@@ -386,10 +407,15 @@ def local_ray(config: RunConfig, settings: EngineSettings) -> LocalRay:
 def local_notes(config: RunConfig, settings: EngineSettings) -> tuple[str, ...]:
     """What a user of this machine would not expect."""
     cpus, cores = local_ray(config, settings).cpus, usable_cores()
-    if cpus <= cores:
-        return ()
-    return (f"the actors reserve {cpus} CPUs and share the {cores} that can be used here, so they are slower than with "
-            "a core for each",)  # fmt: skip
+    found = list[str]()
+    if cpus > cores:
+        found.append(f"the actors reserve {cpus} CPUs and share the {cores} that can be used here, so they are slower "
+                     "than with a core for each")  # fmt: skip
+    if settings.device != "cpu":
+        near = gpu_nodes()[: config.cluster.replicas * settings.shards.count]  # Ray takes the first ones
+        found += [f"threads and pages of the worker on GPU {i} keep to its memory {words(node)}"
+                  for i, node in enumerate(near) if node is not None]  # fmt: skip
+    return tuple(found)
 
 
 class _Node(Settings):

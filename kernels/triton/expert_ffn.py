@@ -4,8 +4,8 @@ A call is a table of tiles, up to M rows of one expert each, and two launches: a
 neurons, a program of the second a tile and N columns of down. The table names a tile's neurons of the pool, so segments
 of split experts are tiles too: the first is stored, the second rounded and then added.
 
-    a[row, j] = act(x[row] . gate_up[first + j, 0]) * (x[row] . gate_up[first + j, 1])        j < neurons
-    y[pair]   = sum_j a[row, j] * down[first + j]      (+ y[pair])
+    a[row, j] = act(x[row] . gate_up[first + j, 0] + bias, x[row] . gate_up[first + j, 1] + bias)     j < neurons
+    y[pair]   = sum_j a[row, j] * down[first + j] + bias     (+ y[pair])
 
 Sums are in float32; `a` is rounded to the slots' dtype between the launches.
 
@@ -37,11 +37,13 @@ import triton.language as tl
 from .. import _launch
 from ..device import on_device, stream_of
 from ..expert_ffn import MOST_ROWS, ExpertKernel, Group, Launches, Operands, PlainTables, RowClass, Tables
-from ..packed_ffn import ACTIVATIONS
+from ..form_ffn import FORM_ACTIVATIONS, form_activation
+from ..host_experts import combined
 from .launch import Launch, ceil_div
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, neurons, row of `a`, added; 2 unused
+_GPT_OSS = tl.constexpr(FORM_ACTIVATIONS["gpt_oss"])
 _COMBINE_BLOCK = 1024
 _KEPT_BYTES = 2 << 20  # of activations that are kept between calls, for each stream: decode's
 DECODE_PAIRS = 64  # of a decode step, whose order and rows of y are kept, too
@@ -120,12 +122,23 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """act(gate) * up, or what gpt-oss has in its place."""
+    if ACTIVATION == _GPT_OSS:
+        gate = tl.where(gate > 7.0, 7.0, gate)  # NaN stays
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        return activate(gate, ACTIVATION) * up
+
+
+@triton.jit
 def up_tile(
-    x, weights, out, used, n, neurons, H,
-    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
+    x, weights, bias, out, used, n, neurons, H,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """N activations from neuron n on of M rows. x, out: pointers to the rows [M]; weights: to a segment's first row."""
+    """N activations from neuron n on of M rows. x, out: pointers to the rows [M]; weights, bias: to a segment."""
     row = 2 * n + tl.arange(0, 2 * N)  # of the segment: gate and up of a neuron alternate
     there = row < 2 * neurons
     k = tl.arange(0, K)
@@ -146,10 +159,12 @@ def up_tile(
         total = tl.dot(a, b, total, input_precision="ieee")
         x += K
         w += K
+    if BIAS:
+        total += tl.load(bias + row, mask=there, other=0.0).to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(total, (M, N, 2)))
     j = n + tl.arange(0, N)
     # zero in the padding, also where a row is not finite: zero times that row is not zero
-    values = tl.where((j < neurons)[None, :], activate(gate, ACTIVATION) * up, 0.0)
+    values = tl.where((j < neurons)[None, :], gated(gate, up, ACTIVATION), 0.0)
     tl.store(out[:, None] + j[None, :], values.to(out.dtype.element_ty), mask=used[:, None])
 
 
@@ -181,8 +196,8 @@ def down_tile(
 
 @triton.jit(do_not_specialize=["first_tile", "top_k"])
 def _gate_up(
-    hidden, pairs, gate_up, activations, table, first_tile, top_k, H, STRIDE,
-    ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
+    hidden, pairs, gate_up, bias, activations, table, first_tile, top_k, H, STRIDE,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr,
     PADDED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
@@ -192,15 +207,18 @@ def _gate_up(
         m = tl.arange(0, M)
         used = m < tl.load(tile + 1)
         pair = tl.load(pairs + tl.load(tile) + m, mask=used, other=0)
-        weights = gate_up + 2 * tl.load(tile + 2).to(tl.int64) * H
+        first = 2 * tl.load(tile + 2).to(tl.int64)
         out = activations + (tl.load(tile + 4) + m).to(tl.int64) * STRIDE
-        up_tile(hidden + (pair // top_k) * H, weights, out, used, n, neurons, H, ACTIVATION, M, N, K, EVEN, WIDEN)
+        up_tile(
+            hidden + (pair // top_k) * H, gate_up + first * H, bias + first, out, used, n, neurons, H,
+            BIAS, ACTIVATION, M, N, K, EVEN, WIDEN,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_tile"])
 def _down(
-    activations, pairs, down, y, table, first_tile, H, STRIDE,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
+    activations, pairs, down, bias, y, table, first_tile, H, STRIDE,
+    BIASED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     tile = table + (first_tile + tl.program_id(0)) * _COLUMNS
     m = tl.arange(0, M)
@@ -210,6 +228,9 @@ def _down(
     rows = activations + (tl.load(tile + 4) + m).to(tl.int64) * STRIDE
     weights = down + tl.load(tile + 2).to(tl.int64) * H
     total = down_tile(rows, weights, used, h, tl.load(tile + 3), H, M, N, K, EVEN, WIDEN)
+    if BIASED > 0:
+        slot = (tl.load(tile + 2) // BIASED).to(tl.int64)
+        total += tl.load(bias + slot * H + h, mask=h < H, other=0.0).to(tl.float32)[None, :]
     at = y + pair.to(tl.int64)[:, None] * H + h[None, :]
     mask = used[:, None] & (h < H)[None, :]
     values = total.to(y.dtype.element_ty)
@@ -239,7 +260,8 @@ class LaunchedKernel:
         up, down: what the launches get of the slots, behind the pairs: tensors that never move.
         classes: as `_launch.Experts` takes them: the most rows, rows of a tile, gate_up and down with their columns.
         sizes: neurons of the pool and of a slot, H, items between rows of activations.
-        dtype: of rows. reference: runs calls in another. tables: brings the tables to the device; None: plain copies.
+        dtype: of rows. reference: runs calls in another; None: they are refused.
+        tables: brings the tables to the device; None: plain copies.
     """
 
     name = "triton"
@@ -247,7 +269,7 @@ class LaunchedKernel:
     def __init__(
         self, up: tuple[torch.Tensor, ...], down: tuple[torch.Tensor, ...],
         classes: list[tuple[int, int, Launch, int, Launch, int]], sizes: tuple[int, int, int, int],
-        dtype: torch.dtype, device: torch.device, reference: ExpertKernel, tables: Tables | None,
+        dtype: torch.dtype, device: torch.device, reference: ExpertKernel | None, tables: Tables | None,
     ) -> None:  # fmt: skip
         self._device, self._reference = device, reference
         *_, width, stride = sizes
@@ -268,12 +290,16 @@ class LaunchedKernel:
         with on_device(self._device):
             ran = self._native.run(hidden, pairs, groups, top_k, y)
         if not ran:  # another dtype
+            if self._reference is None:
+                raise ValueError(f"rows of {hidden.dtype}, and results of {y.dtype}, are not of the kernel's type")
             self._reference.run(hidden, pairs, groups, top_k, y)
 
     def combine(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with on_device(self._device):
             out = self._native.combine(y, weights)
-        return self._reference.combine(y, weights) if out is None else out
+        if out is None:
+            return combined(y, weights) if self._reference is None else self._reference.combine(y, weights)
+        return out
 
     @property
     def launches(self) -> Launches:
@@ -285,8 +311,8 @@ class TritonKernel(LaunchedKernel):
     """Experts on slots by Triton; each expert's own row count selects its block shape.
 
     Args:
-        operands: the slot pool: contiguous, G = 2, no biases.
-        activation: a key of `packed_ffn.ACTIVATIONS`.
+        operands: the slot pool: contiguous, G = 2; with biases, groups are whole slots.
+        activation: a key of `form_ffn.FORM_ACTIVATIONS`.
         reference: runs calls in another dtype than the slots'.
         tables: brings the tables to the device; None: plain copies.
         shapes: of row classes that do not take the default.
@@ -305,14 +331,18 @@ class TritonKernel(LaunchedKernel):
     ) -> None:
         if not self.supports(operands, activation):
             raise ValueError(f"the Triton kernel does not support activation {activation} on these operands")
-        slots, neurons, _, self._width = operands.gate_up.shape
+        slots, self._neurons, _, self._width = operands.gate_up.shape
+        neurons = self._neurons
         dtype, device = operands.gate_up.dtype, operands.gate_up.device
-        self._activation = ACTIVATIONS[activation]
+        self._activation, self._biases = form_activation(activation), (operands.gate_up_bias, operands.down_bias)
+        of_up, of_down = self._biases
         self._widen = device.type == "cpu" and dtype == torch.bfloat16
         defaults = {name: some[0] for name, some in shapes_for(dtype).items()}
         self.shapes: dict[RowClass, Shape] = {**defaults, **(shapes or {})}
         super().__init__(
-            (operands.gate_up,), (operands.down,), [self._class_of(name, shape) for name, shape in self.shapes.items()],
+            (operands.gate_up, operands.gate_up if of_up is None else of_up),
+            (operands.down, operands.down if of_down is None else of_down),
+            [self._class_of(name, shape) for name, shape in self.shapes.items()],
             (slots * neurons, neurons, self._width, ceil_div(neurons, PAD) * PAD), dtype, device, reference, tables,
         )  # fmt: skip
 
@@ -321,18 +351,21 @@ class TritonKernel(LaunchedKernel):
         """Whether the kernel can run these operands."""
         slots, neurons = operands.gate_up.shape[:2]
         small = 2 * slots * neurons < 1 << 31
-        return activation in ACTIVATIONS and operands.gate_up.dtype in DTYPES and operands.plain_gated and small
+        return activation in FORM_ACTIVATIONS and operands.gate_up.dtype in DTYPES and operands.gated and small
 
     def _class_of(self, name: RowClass, shape: Shape) -> tuple[int, int, Launch, int, Launch, int]:
         """As `_launch.Experts` takes it: the most rows, rows of a tile, gate_up and down with their columns."""
         width, up, down = self._width, shape.gate_up, shape.down
+        of_up, of_down = self._biases
         gate_up = Launch(
-            _gate_up, ACTIVATION=self._activation, M=shape.M, N=up.N, K=up.K, EVEN=width % up.K == 0, PADDED=PAD,
-            WIDEN=self._widen, num_warps=up.warps, num_stages=up.stages, enable_fp_fusion=True,
+            _gate_up, BIAS=of_up is not None, ACTIVATION=self._activation, M=shape.M, N=up.N, K=up.K,
+            EVEN=width % up.K == 0, PADDED=PAD, WIDEN=self._widen,
+            num_warps=up.warps, num_stages=up.stages, enable_fp_fusion=True,
         )  # fmt: skip
         low = Launch(
-            _down, M=shape.M, N=down.N, K=down.K, EVEN=width % down.N == 0,
-            WIDEN=self._widen, num_warps=down.warps, num_stages=down.stages, enable_fp_fusion=True,
+            _down, BIASED=0 if of_down is None else self._neurons, M=shape.M, N=down.N, K=down.K,
+            EVEN=width % down.N == 0, WIDEN=self._widen,
+            num_warps=down.warps, num_stages=down.stages, enable_fp_fusion=True,
         )  # fmt: skip
         return MOST_ROWS[name], shape.M, gate_up, up.N, low, down.N
 

@@ -28,19 +28,28 @@ struct LayerReads {
                 double* waited_s);
 };
 
+struct ExpertLaunches;
+
 // hidden [T, H] and weights [T, K]: tensors on the device. top_k: of the pairs that run; changed: their weights [T, top_k] on
 // the host, which take the place of `weights`; null: none do. order: the pairs t * top_k + k by expert, on the host.
 struct LayerRows {
-    PyObject *hidden, *weights;
+    PyObject *hidden, *weights, *into;  // into: a tensor of hidden's kind for the sums; null: they get a new one
     std::int64_t tokens, top_k;
     const float* changed;
     const std::int64_t* order;
     bool zeroed = false;  // rows of pairs for which no group comes count as zeros
+    const ExpertLaunches* low = nullptr;  // of low-bit replicas, of this module, too; null: none come
 };
-// The next groups that are in their slots, all given before being launched; none: all were. False: the pass ends by an error
-// that the caller keeps.
+// Groups that are in their slots, and those of replicas, whose `first` is a slot among replicas.
+struct Landed {
+    const Group* groups;
+    std::int64_t count;
+    const Group* replicas;
+    std::int64_t replica_count;
+};
+// The next groups, all given before being launched; none: all were. False: the pass ends by an error that the caller keeps.
 struct NextGroups {
-    bool (*next)(void* self, const Group** groups, std::int64_t* count);
+    bool (*next)(void* self, Landed* landed);
     void* self;
 };
 
@@ -54,7 +63,7 @@ struct ExpertLaunches {
 };
 
 // Builds with other layouts have other names.
-inline const std::string kExpertLaunches = "tiermoe.ExpertLaunches.2." + std::to_string(sizeof(LayerRows)) + "." +
+inline const std::string kExpertLaunches = "tiermoe.ExpertLaunches.3." + std::to_string(sizeof(LayerRows)) + "." +
                                            std::to_string(sizeof(Group)) + "." + std::to_string(sizeof(ExpertLaunches));
 inline const std::string kLayerReads = "tiermoe.LayerReads.1." + std::to_string(sizeof(ReadPart)) + "." +
                                        std::to_string(sizeof(LayerReads));

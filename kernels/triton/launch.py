@@ -102,7 +102,7 @@ class Launch(_launch.Launch):
         fixed: the constants, which are the kernel's last parameters in this order, then options such as `num_warps`.
 
     Attributes:
-        name: the kernel's.
+        kernel: of Triton. name: its name. fixed: its constants and options.
         known: combinations of arguments for which there is a compiled kernel.
     """
 
@@ -111,15 +111,15 @@ class Launch(_launch.Launch):
         constants = [name for name in fixed if name in names]
         if constants != names[len(names) - len(constants) :]:
             raise ValueError(f"the constants {constants} are not the last parameters of {names}")
-        self._kernel, self._fixed, self.name = kernel, fixed, kernel.__name__
+        self.kernel, self.fixed, self.name = kernel, fixed, kernel.__name__
         self._constants = tuple(fixed[name] for name in constants)
         parameters = () if isinstance(kernel, InterpretedFunction) else kernel.params
         super().__init__([i for i, p in enumerate(parameters) if p.do_not_specialize])
 
     def first(self, grid: tuple[int, int, int], *args: Any) -> tuple[Any, ...] | Callable[..., object]:
         """The first launch of a combination. Returns what `launch.hpp` needs for others, or a function to call."""
-        compiled = self._kernel[grid](*args, **self._fixed)
-        if isinstance(self._kernel, InterpretedFunction):
+        compiled = self.kernel[grid](*args, **self.fixed)
+        if isinstance(self.kernel, InterpretedFunction):
             return self._interpreted
         found = address_of(compiled, len(args))
         if found is None or not isinstance(compiled.function, int):
@@ -130,7 +130,7 @@ class Launch(_launch.Launch):
         return driver, compiled.function, context.value or 0, *found, stream_of(torch.device("cuda"))
 
     def _interpreted(self, grid: tuple[int, int, int], *args: Any) -> None:
-        self._kernel[grid](*args, **self._fixed)
+        self.kernel[grid](*args, **self.fixed)
 
     def _by_triton(self, compiled: Any, grid: tuple[int, int, int], *args: Any) -> None:
         compiled[grid](*args, *self._constants)

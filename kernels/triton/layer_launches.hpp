@@ -79,7 +79,7 @@ inline Tiles tiles_of(const Group* groups, std::size_t count, std::int64_t pairs
                const std::vector<RowClass>& classes) {
     Tiles tiles;
     tiles.widest.assign(classes.size(), -1);
-    std::vector<std::int32_t> seen(static_cast<std::size_t>(pairs) + 1);
+    std::vector<std::uint8_t> seen(static_cast<std::size_t>(pairs) + 1);  // made for each arrival of a prompt
     for (std::size_t i = 0; i < count; ++i) {
         const auto& [start, stop, first, neurons, add] = groups[i];
         if (!(0 <= start && start <= stop && stop <= pairs && 0 <= neurons && neurons <= sizes.slot))
@@ -187,23 +187,42 @@ class Experts {
         Pairs order{given.order, given.changed, dtype(given.weights), pairs, few ? kDecodePairs : pairs};
         if (given.zeroed) nb::object(kept.held[4]).attr("zero_")();
         for (;;) {
-            const Group* groups = nullptr;
-            std::int64_t count = 0;
-            if (!next.next(next.self, &groups, &count)) return {};
-            if (!count) break;
-            const Tiles tiles = tiles_of(groups, static_cast<std::size_t>(count), pairs, sizes_, classes_);
-            const Scratch& scratch = scratch_for(tiles, stream, larger);
-            if (order.count && scratch.words.bits != kept.words.bits) put(kept.words, order, {}, stream), order.count = 0;
-            put(order.count ? scratch.words : scratch.table, order, tiles, stream);
-            order.count = 0;
-            enqueue(tiles, scratch, rows.arg, kept.order, given.top_k, kept.y, stream);
+            Landed landed{};
+            if (!next.next(next.self, &landed)) return {};
+            if (!landed.count && !landed.replica_count) break;
+            if (landed.count) {
+                const Tiles tiles = tiles_of(landed.groups, static_cast<std::size_t>(landed.count), pairs, sizes_, classes_);
+                const Scratch& scratch = scratch_for(tiles, stream, larger);
+                if (order.count && scratch.words.bits != kept.words.bits) put(kept.words, order, {}, stream), order.count = 0;
+                put(order.count ? scratch.words : scratch.table, order, tiles, stream);
+                order.count = 0;
+                enqueue(tiles, scratch, rows.arg, kept.order, given.top_k, kept.y, stream);
+            }
+            if (landed.replica_count) {
+                if (!given.low) throw std::invalid_argument("nothing launches replicas");
+                if (order.count) put(kept.words, order, {}, stream), order.count = 0;
+                static_cast<Experts*>(given.low->self)->run_slots(landed, rows.arg, kept.order, pairs, given.top_k, kept.y, stream);
+            }
         }
         if (order.count && given.changed) put(kept.words, order, {}, stream);  // nothing ran here
         if (!given.changed) {
             const Rows shares(given.weights);
-            return summed(kept.y, shares.arg, given.tokens, given.top_k, stream);
+            return summed(kept.y, shares.arg, given.tokens, given.top_k, stream, given.into);
         }
-        return summed(kept.y, changed_weights(kept, order.room, pairs, given.weights), given.tokens, given.top_k, stream);
+        const Arg& changed = changed_weights(kept, order.room, pairs, given.weights);
+        return summed(kept.y, changed, given.tokens, given.top_k, stream, given.into);
+    }
+
+    // Experts in whole slots, into rows of another's y.
+    void run_slots(const Landed& landed, const Arg& x, const Arg& order, std::int64_t pairs, std::int64_t top_k, const Arg& out,
+                   std::uint64_t stream) {
+        std::vector<Group> whole(landed.replicas, landed.replicas + landed.replica_count);
+        for (Group& one : whole) one.first *= sizes_.slot, one.neurons = sizes_.slot;
+        const Tiles tiles = tiles_of(whole.data(), whole.size(), pairs, sizes_, classes_);
+        std::optional<Scratch> larger;
+        const Scratch& scratch = scratch_for(tiles, stream, larger);
+        put(scratch.table, {}, tiles, stream);
+        enqueue(tiles, scratch, x, order, top_k, out, stream);
     }
 
     nb::capsule launches() const { return nb::capsule(&launches_, kExpertLaunches.c_str()); }
@@ -271,9 +290,10 @@ class Experts {
         kernel.launch(grid, args, static_cast<std::size_t>(end - args), stream);
     }
 
-    // y: contiguous, of a type that is summed, as the weights, which are contiguous, too.
-    nb::object summed(const Arg& y, const Arg& weights, std::int64_t tokens, std::int64_t top_k, std::uint64_t stream) {
-        nb::object out = fresh(tokens, nb::handle(y.object), y.type);
+    // y: contiguous, of a type that is summed, as the weights, which are contiguous, too. into: as of `LayerRows`.
+    nb::object summed(const Arg& y, const Arg& weights, std::int64_t tokens, std::int64_t top_k, std::uint64_t stream,
+                      nb::handle into = {}) {
+        nb::object out = into.is_valid() ? nb::borrow(into) : fresh(tokens, nb::handle(y.object), y.type);
         if (tokens > 0) {
             const Arg args[] = {y, weights, tensor(out.ptr()), integer(top_k), integer(sizes_.width)};
             sums_of(top_k).launch({tokens, divided(sizes_.width, block_), 1}, args, 5, stream);

@@ -37,12 +37,12 @@ def _slots(shape: PackedShape, count: int, device: torch.device) -> tuple[torch.
 @pytest.mark.parametrize(("sizes", "bits", "dtype"), CASES, ids=str)
 def test_agrees_with_torch(sizes: tuple[int, int, int], bits: int, dtype: torch.dtype, gpu: torch.device) -> None:
     pytest.importorskip("triton")
-    from tiermoe.kernels.triton.packed_ffn import TritonPackedKernel
+    from tiermoe.kernels.triton.forms import TritonPackedKernel
 
     hidden_size, neurons, group = sizes
     shape = PackedShape(hidden_size, neurons, bits, group)
     slots = _slots(shape, 3, gpu)
-    compiled, reference = TritonPackedKernel(slots, shape, "silu"), TorchPackedKernel(slots, shape, "silu")
+    compiled, reference = TritonPackedKernel(slots, shape, "silu", dtype), TorchPackedKernel(slots, shape, "silu")
     generator = torch.Generator().manual_seed(bits)
     for rows in ([1], [2, 16, 0, 5], [17, 64, 130]):
         total, top_k = sum(rows), 2
@@ -65,10 +65,10 @@ def test_agrees_with_torch(sizes: tuple[int, int, int], bits: int, dtype: torch.
 
 def test_the_same_bits_alone_and_beside_others(gpu: torch.device) -> None:
     pytest.importorskip("triton")
-    from tiermoe.kernels.triton.packed_ffn import TritonPackedKernel
+    from tiermoe.kernels.triton.forms import TritonPackedKernel
 
     shape = PackedShape(512, 384, 3, 64)
-    kernel = TritonPackedKernel(_slots(shape, 2, gpu), shape, "gelu_tanh")
+    kernel = TritonPackedKernel(_slots(shape, 2, gpu), shape, "gelu_tanh", torch.bfloat16)
     hidden = torch.randn((16, 512), generator=torch.Generator().manual_seed(1)).to(gpu, torch.bfloat16)
     pairs = torch.arange(16, device=gpu)
     together, alone = torch.empty_like(hidden), torch.empty_like(hidden)

@@ -152,9 +152,10 @@ def test_the_wheel_holds_the_packages_data(wheel: Path) -> None:
 
 
 def test_the_default_model_runs(run: Run) -> None:
-    record = json.loads(run("tiermoe", "run", "import os", "--max-tokens", "8", "--json"))
-    assert len(record["token_ids"]) == 8
-    assert record["plan"]["executor"] == "emulated"
+    for options, executor in ((), "real"), (("--emulate",), "emulated"):
+        record = json.loads(run("tiermoe", "run", "import os", "--max-tokens", "8", "--json", *options))
+        assert len(record["token_ids"]) == 8
+        assert record["plan"]["executor"] == executor
     near_data = ("--policy", "context-ndp-full", "--budget", "50%", "--max-tokens", "4", "--json")
     assert len(json.loads(run("tiermoe", "run", "import os", *near_data))["token_ids"]) == 4
 

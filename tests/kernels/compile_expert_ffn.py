@@ -63,25 +63,29 @@ def compile_all(architecture: int) -> None:
     for name, shapes in shapes_for(torch.bfloat16).items():
         for candidate in range(len(shapes)):
             compile_one(architecture, name, candidate)
+            compile_one(architecture, name, candidate, biased=True)
 
 
-def compile_one(architecture: int, name: RowClass, candidate: int, dtype: str = "bf16") -> None:
+def compile_one(architecture: int, name: RowClass, candidate: int, dtype: str = "bf16", biased: bool = False) -> None:
+    """biased: with gpt-oss's biases and activation."""
     shape = shapes_for(DTYPES[dtype])[name][candidate]
     x, ints = f"*{dtype}", {"first_tile": "i32", "H": "i32", "STRIDE": "i32"}
-    types = {"hidden": x, "pairs": "*i64", "gate_up": x, "activations": x, "table": "*i32", "top_k": "i32"} | ints
-    fixed = {"ACTIVATION": 0, "M": shape.M, "EVEN": True, "PADDED": PAD, "WIDEN": False}
+    types = {"hidden": x, "pairs": "*i64", "gate_up": x, "bias": x, "activations": x, "table": "*i32"}
+    types |= {"top_k": "i32"} | ints
+    alike = {"M": shape.M, "EVEN": True, "WIDEN": False}
+    fixed = alike | {"BIAS": biased, "ACTIVATION": 4 if biased else 0, "PADDED": PAD}
     kernels = {
         "gate_up": (expert_ffn._gate_up, types, fixed, shape.gate_up),
         "down": (
             expert_ffn._down,
-            {"activations": x, "pairs": "*i64", "down": x, "y": x, "table": "*i32"} | ints,
-            {"M": shape.M, "EVEN": True, "WIDEN": False}, shape.down,
+            {"activations": x, "pairs": "*i64", "down": x, "bias": x, "y": x, "table": "*i32"} | ints,
+            alike | {"BIASED": 2880 if biased else 0}, shape.down,
         ),
     }  # fmt: skip
     for which, (kernel, kinds, values, blocks) in kernels.items():
         built = compiled(kernel, kinds, values | {"N": blocks.N, "K": blocks.K}, architecture, blocks)
         report(which, str(shape), built)
-    if name == "decode" and candidate == 0:
+    if name == "decode" and candidate == 0 and not biased:
         one = Blocks(1, 1, 4, 3)
         types = {"y": x, "weights": "*fp32", "out": x, "top_k": "i32", "H": "i32"}
         report("combine", "", compiled(expert_ffn._combine, types, {"MOST": 8, "BLOCK": 1024}, architecture, one))

@@ -15,6 +15,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tiermoe.kernels.expert_ffn import RowClass
-from tiermoe.kernels.forms import ExpertForm, MatrixForm, layout_bytes
-from tiermoe.kernels.triton.forms import TritonFormKernel
+from tiermoe.kernels.forms import BLOCKS, ExpertForm, MatrixForm, layout_bytes
+from tiermoe.kernels.pack import BITS, PackedShape
+from tiermoe.kernels.packed_slots import packed_shapes
+from tiermoe.kernels.triton.form_linear import TritonMatrix
+from tiermoe.kernels.triton.forms import DecodingKernel, TritonFormKernel, TritonPackedKernel
 from tiermoe.kernels.triton.launch import Launch
 
 _TYPES = {
@@ -40,7 +44,7 @@ _QWEN3_30B, _GPT_OSS, _DEEPSEEK_V3 = (2048, 768), (2880, 2880), (7168, 2048)
 def _plain(kind: str, sizes: tuple[int, int], **options: Any) -> ExpertForm:
     hidden, neurons = sizes
     of = MatrixForm(kind, neurons, hidden, **options)
-    return ExpertForm(down=MatrixForm(kind, hidden, neurons, **options), gate=of, up=of)
+    return ExpertForm(down=replace(of, outputs=hidden, inputs=neurons, order=False), gate=of, up=of)
 
 
 def _gpt_oss(kind: str) -> ExpertForm:
@@ -63,25 +67,40 @@ CASES: dict[str, tuple[ExpertForm, str]] = {
     "int4 zeros": (_plain("int", _QWEN3_30B, bits=4, group=128, zeros=True), "silu"),
     "int4 order": (_plain("int", _QWEN3_30B, bits=4, group=128, zeros=True, order=True), "silu"),
     "int8": (_plain("int", _QWEN3_30B, bits=8, group=128), "silu"),
-    **{kind: (_plain(kind, _QWEN3_30B), "silu") for kind in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")},
-    "mxfp4_gguf": (_plain("mxfp4_gguf", (2048, 768)), "silu"),
+    **{kind: (_plain(kind, _QWEN3_30B), "silu") for kind in BLOCKS},
+    "mxfp8": (_plain("fp8_block", _QWEN3_30B, block=1, group=32, scale="F8_E8M0"), "silu"),
 }
+_SQUARE = 2048, 2048
+# matrices of the dense part
+LINEAR = {
+    "linear fp8_block": MatrixForm("fp8_block", *_SQUARE, scale="BF16"),
+    "linear fp8_channel": MatrixForm("fp8_channel", *_SQUARE, scale="BF16"),
+    "linear int4": MatrixForm("int", *_SQUARE, bits=4, group=128, zeros=True),
+    **{f"linear {kind}": MatrixForm(kind, *_SQUARE) for kind in ("mxfp4", "q8_0", "q4_k", "q5_k", "q6_k")},
+}
+# replicas by bits
+PACKED = {f"replica, {bits} bit{'s' if bits > 1 else ''}": PackedShape(*_QWEN3_30B, bits, 64) for bits in BITS}
 
 
 @cache
-def kernel_of(case: str) -> TritonFormKernel:
+def kernel_of(case: str) -> DecodingKernel:
+    if case in PACKED:
+        packed = [torch.empty((1, *shape), dtype=dtype) for dtype, shape in packed_shapes(PACKED[case])]
+        return TritonPackedKernel(packed, PACKED[case], "silu", torch.bfloat16)
     form, activation = CASES[case]
     slots = [torch.empty((1, layout_bytes({name: what})), dtype=torch.uint8) for name, what in form.parts().items()]
     return TritonFormKernel(slots, form, activation, torch.nn.functional.silu, torch.bfloat16)
 
 
 def compiled(launch: Launch, operands: tuple[torch.Tensor, ...], architecture: int) -> Any:
-    """As a launch compiles it, with aligned pointers and sizes that 16 divides."""
-    kernel, fixed = launch._kernel, {**launch._fixed, "WIDEN": False}
+    """As a launch compiles it, with aligned pointers and sizes that 16 divides. operands: of the slots, or a matrix."""
+    kernel, fixed = launch.kernel, {**launch.fixed, "WIDEN": False}
     names = kernel.arg_names
     slots = [_TYPES[tensor.dtype] for tensor in operands]
-    tail = ["*bf16", "*i32", "i32"] + ["i32"] * (len(names) - len(slots) - 5 - sum(n in fixed for n in names))
-    types = dict(zip(names, ["*bf16", "*i64", *slots, *tail], strict=False))
+    first = {"_form_linear": ["*bf16"], "_form_rows": ["*i64"]}.get(launch.name, ["*bf16", "*i64"])
+    given = [*first, *slots, "*bf16", *(["*i32"] if "table" in names else [])]
+    counts = len(names) - len(given) - sum(name in fixed for name in names)
+    types = dict(zip(names, [*given, *["i32"] * counts], strict=False))
     aligned = {name for name, kind in types.items() if kind.startswith("*") or name in ("H", "STRIDE")}
     source = ASTSource(
         fn=kernel, signature={name: types.get(name, "constexpr") for name in names},
@@ -92,14 +111,25 @@ def compiled(launch: Launch, operands: tuple[torch.Tensor, ...], architecture: i
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
+def launches_of(case: str, name: RowClass) -> list[tuple[Launch, tuple[torch.Tensor, ...]]]:
+    """The kernels of a case, and what each gets of the slots."""
+    if case not in LINEAR:
+        kernel = kernel_of(case)
+        return list(zip(kernel.products[name], kernel.operands, strict=True))
+    form = LINEAR[case]
+    octets = {part: torch.zeros(layout_bytes({part: what}), dtype=torch.uint8) for part, what in form.parts().items()}
+    matrix = TritonMatrix(form, octets)
+    few, more, rows, _ = matrix.launches
+    return [(launch, matrix.operands) for launch in ([few, rows] if name == "decode" else [more])]
+
+
 def facts_of(case: str, name: RowClass, architecture: int) -> list[dict[str, Any]]:
     found = []
-    kernel = kernel_of(case)
-    for launch, operands in zip(kernel.products[name], kernel.operands, strict=True):
+    for launch, operands in launches_of(case, name):
         built = compiled(launch, operands, architecture)
-        ptx, fixed = built.asm["ptx"], launch._fixed
+        ptx, fixed = built.asm["ptx"], launch.fixed
         loop = loop_of(ptx)
-        matrices = 2 if "GATE" in fixed else 1
+        matrices = 2 if "GATE" in launch.kernel.arg_names else 1
         weights = matrices * fixed["N"] * fixed["K"] // (32 * fixed["num_warps"])
         found.append({
             "case": case, "kernel": launch.name, "class": name, "sm": architecture, "shared": built.metadata.shared,
@@ -155,7 +185,7 @@ def page(file: Path, lines: Iterable[str]) -> None:
 if __name__ == "__main__" and sys.argv[1] == "page":
     page(Path(sys.argv[2]), sys.stdin)
 elif __name__ == "__main__":
-    for case in sys.argv[2:] or CASES:
+    for case in sys.argv[2:] or [*CASES, *PACKED, *LINEAR]:
         for row_class in ("decode", "prefill"):
             for facts in facts_of(case, row_class, int(sys.argv[1])):  # type: ignore[arg-type]
                 print(json.dumps(facts), flush=True)

@@ -45,9 +45,10 @@ def main() -> None:
         "_copy": found(tables._copy, "*i32 *i32 i32", {"BLOCK": 1024}),
         "_copy of one": found(tables._copy, "*i32 *i32 i32", {"BLOCK": 1024}, 4, {"count": 1}),
         "_gate_up": found(
-            expert_ffn._gate_up, f"{x} *i64 {x} {x} *i32 i32 i32 i32 i32", {"ACTIVATION": 0, **blocks, "PADDED": PAD}
+            expert_ffn._gate_up, f"{x} *i64 {x} {x} {x} *i32 i32 i32 i32 i32",
+            {"BIAS": False, "ACTIVATION": 0, **blocks, "PADDED": PAD},
         ),
-        "_down": found(expert_ffn._down, f"{x} *i64 {x} {x} *i32 i32 i32 i32", blocks),
+        "_down": found(expert_ffn._down, f"{x} *i64 {x} {x} {x} *i32 i32 i32 i32", {"BIASED": 0, **blocks}),
         "_combine": found(expert_ffn._combine, f"{x} *fp32 {x} i32 i32", {"MOST": 8, "BLOCK": 1024}),
     }))  # fmt: skip
 

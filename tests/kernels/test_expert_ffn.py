@@ -30,14 +30,16 @@ def kernel_of(pool: Operands, activation: str = "silu") -> TritonKernel:
     return TritonKernel(pool, activation, Forbidden())
 
 
-def assert_exact(kernel: TritonKernel, pool: Operands, rows: list[int], slots: list[int]) -> None:
+def assert_exact(
+    kernel: TritonKernel, pool: Operands, rows: list[int], slots: list[int], activation: str = "silu"
+) -> None:
     """For so many rows of each expert, in these slots of the pool."""
     _, neurons, _, width = pool.gate_up.shape
     hidden, pairs = rows_for(rows, 1, width, pool.gate_up.dtype)
     groups = groups_of(rows, slots, neurons)
     found = torch.full((len(pairs), width), float("nan"), dtype=hidden.dtype)
     kernel.run(hidden, pairs, groups, 1, found)
-    assert_near(found, exact(pool, "silu", hidden, pairs, groups, 1))
+    assert_near(found, exact(pool, activation, hidden, pairs, groups, 1))
 
 
 @pytest.mark.parametrize("neurons", [1, PAD - 1, PAD, PAD + 1])
@@ -45,6 +47,18 @@ def assert_exact(kernel: TritonKernel, pool: Operands, rows: list[int], slots: l
 def test_sizes_around_blocks(neurons: int, width: int) -> None:
     pool = pool_of(2, neurons, width, torch.bfloat16)
     assert_exact(kernel_of(pool), pool, [2, 1], [1, 0])
+
+
+@pytest.mark.parametrize("activation", ["gpt_oss", "silu"])
+@pytest.mark.parametrize("rows", [3, DECODE_ROWS + 2])
+def test_biases(activation: str, rows: int) -> None:
+    """gpt-oss dequantized: a width that no block divides; the slots beside the expert's are none of its."""
+    pool = pool_of(3, 90, 144, torch.float32, biased=True)
+    for tensor in (pool.gate_up, pool.down, pool.gate_up_bias, pool.down_bias):
+        assert tensor is not None
+        tensor[::2] = float("nan")
+    assert TritonKernel.supports(pool, activation)
+    assert_exact(kernel_of(pool, activation), pool, [rows], [1], activation)
 
 
 @pytest.mark.parametrize("name", ROW_CLASSES)

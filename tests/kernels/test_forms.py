@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tiermoe.errors import FormError
 from tiermoe.kernels.forms import BLOCKS, E4M3, MatrixForm
-from tiermoe.kernels.repack import repack_awq, repack_compressed_tensors, repack_gptq
+from tiermoe.kernels.repack import neurons_in_order, repack_awq, repack_compressed_tensors, repack_gptq
 
 RNG = np.random.default_rng(0)
 # its wheel needs loguru
@@ -182,6 +182,36 @@ def packed_words(codes: NDArray[np.uint8], bits: int, order: tuple[int, ...] = t
     for at in range(per_word):
         words |= codes[:, order[at] if bits == 4 else at :: per_word].astype(np.uint32) << (bits * at)
     return words.view(np.int32)
+
+
+@pytest.mark.parametrize("bias", ["", "BF16"])
+@pytest.mark.parametrize("name", ["int, 4 bits, order", "nvfp4", "fp8_tensor", "fp8_channel", "q4_k", "bfloat16"])
+def test_neurons_take_the_order_of_downs_inputs(name: str, bias: str) -> None:
+    """Whatever form gate and up have, apart or in one matrix, and with biases."""
+    rng = np.random.default_rng(1)
+    order = rng.permutation(256).astype(np.int32)
+    forms = [fused_form(name, 256, 256, interleaved=way, bias=bias) for way in (False, True)]
+    for of in forms if bias else [*forms, expert_form(name, 256, 256)]:
+        parts = random_expert(of, rng)
+        moved = dict(parts)
+        for matrix in [one for one in of.matrices if one != "down"]:
+            own = {p.removeprefix(f"{matrix}."): array for p, array in parts.items() if p.startswith(f"{matrix}.")}
+            moved |= {f"{matrix}.{p}": array for p, array in neurons_in_order(of, matrix, own, order).items()}
+        before, after = of.dequantize(parts), of.dequantize(moved)
+        np.testing.assert_array_equal(after.gate, before.gate[order])
+        np.testing.assert_array_equal(after.up, before.up[order])
+        if before.up_bias is not None:
+            np.testing.assert_array_equal(after.up_bias, before.up_bias[order])
+
+
+def test_an_order_of_down_and_of_blocks_of_neurons_is_refused() -> None:
+    """Stores that were made before have it: they say so when they are opened."""
+    of = expert_form("int, 4 bits, order", 256, 128)
+    with pytest.raises(FormError, match="the inputs of down"):
+        dataclasses.replace(of, down=dataclasses.replace(of.down, order=True))
+    blocks = expert_form("fp8_block", 256, 128)
+    with pytest.raises(FormError, match="in blocks"):
+        neurons_in_order(blocks, "up", {}, np.arange(128, dtype=np.int32))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

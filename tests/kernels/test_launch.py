@@ -161,7 +161,7 @@ def test_every_kernel_is_packed_as_triton_compiles_it(tmp_path: Path) -> None:
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    pointers, two = [1] * 5, [2] * 4
+    pointers, two = [1] * 6, [2] * 4
     assert found == {
         "_copy": [128, [1, 1, 2], 2], "_gate_up": [128, pointers + two, 2], "_down": [128, pointers + [2] * 3, 2],
         "_combine": [128, [1, 1, 1, 2, 2], 2], "_copy of one": [128, [1, 1, 0], 2],
@@ -256,7 +256,7 @@ def test_the_driver_gets_the_table_and_the_launches_of_a_layer(monkeypatch: pyte
     y, weights = torch.empty(len(pairs), 16), torch.ones(len(pairs), 1)
     kernel.run(hidden, pairs, groups, 1, y)
     kernel.combine(y, weights)
-    up, down = pool.gate_up.data_ptr(), pool.down.data_ptr()
+    up_at, down_at = pool.gate_up.data_ptr(), pool.down.data_ptr()
     x, order, out = hidden.data_ptr(), pairs.data_ptr(), y.data_ptr()
     for _ in range(9):  # round the ring
         native.calls.clear()
@@ -268,16 +268,17 @@ def test_the_driver_gets_the_table_and_the_launches_of_a_layer(monkeypatch: pyte
             [0, 1, 8, 3, 0, 0, 0, 0], [0, 1, 20, 5, 1, 1, 0, 0], [1, 20, 0, 8, 2, 0, 0, 0],
             [21, 64, 16, 8, 22, 0, 0, 0], [85, 6, 16, 8, 86, 0, 0, 0],
         ]  # fmt: skip
-        a = rest[0][2][3]  # activations
+        up, down = [up_at, up_at], [down_at, down_at]  # there are no biases
+        a = rest[0][2][4]  # activations
         tail = [16, 128]
         assert rest == [
-            ("_gate_up", (2, 8, 1), [x, order, up, a, table, 0, 1, *tail]),
-            ("_down", (1, 1, 1), [a, order, down, out, table, 0, *tail]),
-            ("_down", (1, 1, 1), [a, order, down, out, table, 1, *tail]),
-            ("_gate_up", (1, 8, 1), [x, order, up, a, table, 2, 1, *tail]),
-            ("_down", (1, 1, 1), [a, order, down, out, table, 2, *tail]),
-            ("_gate_up", (2, 4, 1), [x, order, up, a, table, 3, 1, *tail]),
-            ("_down", (2, 1, 1), [a, order, down, out, table, 3, *tail]),
+            ("_gate_up", (2, 8, 1), [x, order, *up, a, table, 0, 1, *tail]),
+            ("_down", (1, 1, 1), [a, order, *down, out, table, 0, *tail]),
+            ("_down", (1, 1, 1), [a, order, *down, out, table, 1, *tail]),
+            ("_gate_up", (1, 8, 1), [x, order, *up, a, table, 2, 1, *tail]),
+            ("_down", (1, 1, 1), [a, order, *down, out, table, 2, *tail]),
+            ("_gate_up", (2, 4, 1), [x, order, *up, a, table, 3, 1, *tail]),
+            ("_down", (2, 1, 1), [a, order, *down, out, table, 3, *tail]),
             ("_combine", (91, 1, 1), [out, weights.data_ptr(), sums.data_ptr(), 1, 16]),
         ]
     assert gpu.calls.get("kernel_copy") is None

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import kernel_cases as reference
 import numpy as np
 import pytest
 import torch
-from kernel_cases import Expert, compiled, experts_of, stacked
-from quick import quick
+from kernel_cases import Expert, experts_of, stacked
 
 from tiermoe.kernels.pack import BITS, PackedShape, PackError
 from tiermoe.kernels.packed_ffn import ACTIVATIONS
 from tiermoe.kernels.packed_slots import CpuPackedKernel, PackedKernel, TorchPackedKernel, try_out
 
-Make = Callable[[tuple[torch.Tensor, ...], PackedShape, str], PackedKernel]
+Make = Callable[[tuple[torch.Tensor, ...], PackedShape, str, torch.dtype], PackedKernel]
 
 
 def slots_of(shape: PackedShape, count: int, rng: np.random.Generator) -> tuple[list[Expert], tuple[torch.Tensor, ...]]:
@@ -47,7 +45,7 @@ def error_of(make: Make, shape: PackedShape, rows: list[int], activation: str, d
     groups = [(stop - n, stop, int(rng.integers(3))) for n, stop in zip(rows, stops, strict=True)]
     hidden = torch.from_numpy(rng.standard_normal((tokens, shape.hidden)).astype(np.float32)).to(dtype)
     y = torch.full((tokens * top_k, shape.hidden), float("nan"), dtype=dtype)
-    make(slots, shape, activation).run(hidden, torch.from_numpy(pairs), groups, top_k, y)
+    make(slots, shape, activation, dtype).run(hidden, torch.from_numpy(pairs), groups, top_k, y)
     ideal = expected(experts, hidden.float().numpy(), pairs, groups, top_k, activation)
     assert np.array_equal(np.isnan(y.float().numpy()), np.isnan(ideal))
     return float(np.nanmax(np.abs(y.float().numpy() - ideal)) / np.nanmax(np.abs(ideal)))
@@ -64,18 +62,26 @@ def with_bits(shape: PackedShape, bits: int) -> PackedShape:
     return PackedShape(shape.hidden, shape.intermediate, bits, shape.group)
 
 
+def torch_kernel(slots: tuple[torch.Tensor, ...], shape: PackedShape, activation: str, _: torch.dtype) -> PackedKernel:
+    return TorchPackedKernel(slots, shape, activation)
+
+
+def cpu_kernel(slots: tuple[torch.Tensor, ...], shape: PackedShape, activation: str, _: torch.dtype) -> PackedKernel:
+    return CpuPackedKernel(slots, shape, activation)
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_torch(name: str, bits: int) -> None:
-    assert error_of(TorchPackedKernel, with_bits(SHAPES[name], bits), [1, 5, 0, 3], "silu", torch.float32, 0) < 1e-5
+    assert error_of(torch_kernel, with_bits(SHAPES[name], bits), [1, 5, 0, 3], "silu", torch.float32, 0) < 1e-5
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_cpu_rounds_activations_to_eight_bits(activation: str) -> None:
     for seed, shape in enumerate(SHAPES.values()):
-        error = error_of(CpuPackedKernel, shape, [2, 1, 17], activation, torch.float32, seed)
+        error = error_of(cpu_kernel, shape, [2, 1, 17], activation, torch.float32, seed)
         assert 1e-5 < error < 0.03
-        assert error_of(CpuPackedKernel, shape, [2, 1], activation, torch.bfloat16, seed) < 0.05
+        assert error_of(cpu_kernel, shape, [2, 1], activation, torch.bfloat16, seed) < 0.05
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +90,7 @@ def triton_kernel() -> Make:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("tests/cuda/test_packed_ffn.py runs the compiled kernel")
-    from tiermoe.kernels.triton.packed_ffn import TritonPackedKernel
+    from tiermoe.kernels.triton.forms import TritonPackedKernel
 
     return TritonPackedKernel
 
@@ -102,13 +108,14 @@ def test_triton_activations(triton_kernel: Make, activation: str) -> None:
 
 
 def test_triton_in_halves(triton_kernel: Make) -> None:
-    """float16 only: the interpreter multiplies bfloat16 as its bits, which tests/cuda has instead."""
-    assert error_of(triton_kernel, SHAPES["tails"], [4, 1], "silu", torch.float16, 2) < 2e-3
+    """Weights are rounded to the type of the rows, and so are the neurons' values."""
+    assert error_of(triton_kernel, SHAPES["tails"], [4, 1], "silu", torch.float16, 2) < 4e-3
+    assert error_of(triton_kernel, SHAPES["tails"], [4, 1], "silu", torch.bfloat16, 2) < 6e-2
 
 
 def test_triton_prefill_rows(triton_kernel: Make) -> None:
     _, slots = slots_of(SHAPES["even"], 1, np.random.default_rng(6))
-    try_out(triton_kernel(slots, SHAPES["even"], "silu"), 64, torch.float16, torch.device("cpu"))
+    try_out(triton_kernel(slots, SHAPES["even"], "silu", torch.float16), 64, torch.float16, torch.device("cpu"))
     assert error_of(triton_kernel, with_bits(SHAPES["even"], 3), [17, 70], "silu", torch.float32, 3) < 1e-5
 
 
@@ -120,7 +127,7 @@ def test_a_row_does_not_depend_on_its_neighbours(triton_kernel: Make) -> None:
     shape, rng = SHAPES["tails"], np.random.default_rng(4)
     _, slots = slots_of(shape, 2, rng)
     hidden = torch.from_numpy(rng.standard_normal((16, shape.hidden)).astype(np.float32))
-    pairs, kernel = torch.arange(16), triton_kernel(slots, shape, "silu")
+    pairs, kernel = torch.arange(16), triton_kernel(slots, shape, "silu", torch.float32)
     together, fewer = torch.empty_like(hidden), torch.empty_like(hidden)
     kernel.run(hidden, pairs, [(0, 16, 1)], 1, together)
     for rows in range(1, 17):
@@ -145,27 +152,3 @@ def test_refused() -> None:
         ):  # fmt: skip
             with pytest.raises(ValueError, match=r"hidden is|pairs must|y must|group \("):
                 kernel.run(*wrong)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "bits", "rows", "capability", "by"),
-    quick(
-        [("bf16", 3, 16, 80, "mma"), ("fp16", 4, 64, 90, "mma"), ("fp32", 8, 16, 90, "fma")],
-        fast=[("fp16", 4, 64, 90, "mma")],
-    ),
-)
-def test_triton_compiles(dtype: str, bits: int, rows: int, capability: int, by: str, tmp_path: Path) -> None:
-    """For GPUs, which it takes none to compile for: halves on tensor cores, float32 in full. Numbers that change from
-    call to call are not specialised: a request once waited for the kernel that was tried out with another top-k."""
-    pytest.importorskip("triton")
-    numbers = ("start", "stop", "slot", "H", "N", "codes_slot", "scales_slot")
-    types = dict.fromkeys(numbers, "i32") | {"pairs": "*i64", "codes": "*u8", "scales": "*fp16", "act": f"*{dtype}"}
-    fixed = {"BITS": bits, "GROUP": 64, "ROWS": rows}
-    for kernel, more, changing in (
-        ("_gate_up_kernel", {"hidden": f"*{dtype}", "top_k": "i32"}, {"start", "stop", "slot", "top_k"}),
-        ("_down_kernel", {"y": f"*{dtype}"}, {"start", "stop", "slot"}),
-    ):
-        constants = fixed | ({"ACTIVATION": 0} if "hidden" in more else {})
-        found, free = compiled("packed_ffn", kernel, types | more, constants, capability, tmp_path)
-        assert found == by
-        assert changing <= set(free)

@@ -73,7 +73,8 @@ def test_presets_are_valid_and_carry_their_file_name() -> None:
     assert {"all-resident", "next-gate", "on-demand", "context-ndp-3bit", "monde"} <= set(POLICIES)
     assert all(load_policy(name).name == name and load_policy(name).description for name in POLICIES)
     for path in (configs_dir() / "clusters").glob("*.yaml"):
-        engine_settings(load_run_config(str(path)))
+        settings = engine_settings(load_run_config(str(path)))
+        assert "max_batch_tokens" not in settings.kv.model_fields_set, "a GPU's memory decides it"
     assert load_run_config("laptop") == RunConfig(device="cpu", emulate=True)
 
 
@@ -404,7 +405,7 @@ def test_the_kv_cache_is_sized_in_tokens() -> None:
     assert KvSettings(num_blocks=64, page_size=16) == KvSettings(tokens=1024, page_size=16)
     assert KvSettings(**KvSettings(tokens=5000, max_model_len=3000).model_dump()).num_blocks == 157  # over a channel
     config = load_run_config("one-gpu", {"kv": {"tokens": 4096}})
-    assert (config.kv.num_blocks, config.kv.max_batch_tokens) == (128, 2048)
+    assert config.kv.num_blocks == 128
     assert load_run_config("one-gpu").kv.num_blocks == 2048
 
 
@@ -508,8 +509,9 @@ def test_the_default_policy(given: dict[str, Any], expert_bytes: int, gpu: bool,
     nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": int(gpu)})]
     settings, why = decided(config, engine_settings(config), facts, nodes, here=False)
     assert settings.policy.name == policy
-    assert len(why) == (config.policy == "default")
-    assert all(f"the default policy is {policy} here" in line for line in why)
+    said = [line for line in why if line.startswith("the default policy is")]
+    assert len(said) == (config.policy == "default")
+    assert all(f"the default policy is {policy} here" in line for line in said)
 
 
 @pytest.mark.parametrize(
@@ -554,18 +556,28 @@ def test_a_gpu_takes_the_budget_that_it_had(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (1, False, {}, 0), (2, False, {}, 1), (16, False, {}, 1), (2, False, {"threads": 2}, 0),
         (2, False, {"cluster": {"replicas": 2}}, 0), (4, False, {"ray": {"num_cpus": 4}}, 0),
-        (4, False, {"ray": {"num_cpus": 5}}, 1), (2, True, {}, 0), (4, True, {}, 0), (5, True, {}, 0),
-        (6, True, {}, 1), (4, True, {"threads": 2}, 1), (1, False, {"ray": {"address": "head:6379"}}, 1),
+        (4, False, {"ray": {"num_cpus": 5}}, 1), (64, True, {}, 0), (4, True, {"cluster": {"ndp_workers": 1}}, 1),
+        (1, False, {"ray": {"address": "head:6379"}}, 1),
         (1, False, {"cluster": {"ndp_workers": 2}}, 2), (1, False, {"policy": "auto"}, 0),
     ],
 )  # fmt: skip
-def test_auto_takes_no_core_of_the_leads_and_shards(
+def test_auto_takes_no_core_of_the_leads_and_shards_and_none_beside_a_gpu(
     cores: int, gpu: bool, given: dict[str, Any], workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the store and up to 4 threads of the worker come first."""
+    """On a GPU it took each miss there or near data by the clock, which round differently."""
     monkeypatch.setattr(config_module, "usable_cores", lambda: cores)
     monkeypatch.setattr(config_module, "has_gpu", lambda: gpu)
     assert load_run_config(None, given).ndp_workers(load_policy("auto")) == workers
+
+
+@pytest.mark.parametrize(("gpus", "given", "workers"), [(1, {}, False), (0, {}, True), (1, {"ndp_workers": 1}, True)])
+def test_near_data_beside_a_gpu_is_asked_for(gpus: int, given: dict[str, Any], workers: bool) -> None:
+    """A joined Ray whose nodes have both: an NDP worker would round otherwise than the GPU."""
+    config = load_run_config(None, {"policy": "auto", "ray": {"address": "head:6379"}, "cluster": given})
+    nodes = [NodeInfo("a", "1", True, {"CPU": 8, "GPU": gpus, "ndp": 1})]
+    settings, why = decided(config, engine_settings(config), FAKE_FACTS, nodes, here=False)
+    assert (cluster_spec(config, settings, FAKE_FACTS, nodes).ndp is not None) == workers
+    assert any("--ndp-workers asks for one" in line for line in why) == (not workers)
 
 
 def test_help_and_notes_say_what_the_default_policy_does(monkeypatch: pytest.MonkeyPatch) -> None:

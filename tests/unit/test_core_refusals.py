@@ -51,7 +51,7 @@ def test_an_order_refuses_keys_and_masks_of_other_sizes() -> None:
 
 def test_a_prefetch_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="wants experts"):
-        _core.ByScores(True, 0, False, 1)
+        _core.ByScores(True, 0, False, False, 1)
 
 
 def test_maps_of_other_shapes_are_refused() -> None:

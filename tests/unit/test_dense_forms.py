@@ -12,25 +12,32 @@ import numpy as np
 import pytest
 import torch
 from form_cases import FORMS, OF_INTEGERS, form, random_parts
+from kernel_cases import assert_near
 from published import RELEASES, SIZES, write, write_gguf
 from safetensors.torch import load_file
-from tiny_models import save_tiny_checkpoint
+from tiny_models import edit_config, save_tiny_checkpoint, tiny_model
 from torch import nn
 
 from tiermoe.actors.engine.dense.native import _lowered
 from tiermoe.actors.engine.model.model import build_model
 from tiermoe.actors.engine.model.published_linear import (
+    DeviceMatrix,
     PublishedEmbedding,
     PublishedLinear,
     PublishedMatrix,
+    bytes_of,
     exchange,
     held_parameters,
     keeps_form,
     published_bytes,
+    published_notes,
 )
+from tiermoe.actors.store import published as store_published
 from tiermoe.actors.store.format import Manifest, read_manifest
 from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.topology.inputs import facts_of_checkpoint, facts_of_store
+from tiermoe.kernels.expert_ffn import DECODE_ROWS, SHORT_ROWS
 from tiermoe.kernels.forms import BLOCKS, FLOATS
 
 SMALL = {"vocab_size": 64, "num_experts": 2, "num_hidden_layers": 2}
@@ -74,6 +81,48 @@ def test_modules_compute_what_those_on_the_dequantized_matrix_do(name: str) -> N
         assert model.embed(ids[:0]).shape == (0, 2, 512)
         with pytest.raises((IndexError, RuntimeError), match="out of"):
             model.embed(torch.tensor([40]))
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q8_0", "fp8_block", "int, 4 bits, order", "iq3_s", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_modules_of_a_gpu(name: str, dtype: torch.dtype) -> None:
+    """Interpreted: few rows by the kernel, many on a decoded matrix, whose weights are those of the reference."""
+    pytest.importorskip("triton")
+    of = form(name, 40, 512)
+    parts = random_parts(of, np.random.default_rng(1))
+    on_device = {part: bytes_of(torch.from_numpy(array), of.parts()[part][0]) for part, array in parts.items()}
+    matrix = DeviceMatrix(of, on_device, dtype)
+    assert matrix.note == ""
+    values = torch.from_numpy(of.dequantize(parts)).to(dtype)
+    found, unit = matrix.rows(torch.arange(40).view(2, 20)), 0 if dtype == torch.float32 else 2.0**-7
+    torch.testing.assert_close(found, values.view(2, 20, 512), rtol=unit, atol=0)  # the interpreter cuts off
+    model = Tied(40, 512).to(dtype)
+    exchange(model, {"head.weight": matrix, "biased.weight": matrix})
+    assert model.head(torch.empty(0, 512, dtype=dtype)).shape == (0, 40)
+    for rows in (1, 3, DECODE_ROWS + 1, SHORT_ROWS + 6):
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        wanted = x.double() @ values.double().t()
+        assert_near(model.head(x), wanted)
+        assert_near(model.biased(x[None])[0], wanted + model.biased.bias.detach().double())
+
+
+def test_a_matrix_that_triton_cannot_run_is_dequantized_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of resource")
+
+    monkeypatch.setattr("tiermoe.kernels.triton.form_linear.TritonMatrix.product", fails)
+    of = form("q8_0", 40, 64)
+    parts = random_parts(of, np.random.default_rng(1))
+    model, values = Tied(40, 64), torch.from_numpy(of.dequantize(parts))
+    matrix = DeviceMatrix(of, {"weight": torch.from_numpy(parts["weight"])}, torch.float32)
+    exchange(model, {"head.weight": matrix})
+    (note,) = published_notes(model)
+    assert note == "the dense part is dequantized in each step, slowly: RuntimeError: out of resource"
+    x = torch.randn(3, 64)
+    assert torch.equal(model.head(x), x @ values.t())
+    assert torch.equal(matrix.rows(torch.tensor([3])), values[3:4])
 
 
 @pytest.mark.parametrize("name", ["q4_k", "fp8_block"])
@@ -151,3 +200,35 @@ def test_the_manifest_of_a_store_without_them_is_as_before(tmp_path: Path) -> No
     data = (store / "manifest.json").read_bytes()
     assert "forms" not in json.loads(data)["dense"]
     assert Manifest.decode(data, "here").dense.forms == {}
+
+
+@pytest.mark.parametrize("case", ["plain", "scaled", "tied"])
+def test_a_large_embedding_is_a_table(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are read from the mapped file in the numbers that the checkpoint has; a tied one is read whole."""
+    monkeypatch.setattr(store_published, "TABLE_BYTES", 1 << 12)
+    kind, sizes = "qwen3_moe", {"tie_word_embeddings": case == "tied"}
+    if case == "scaled":
+        kind, sizes = "gemma4", {"hidden_size_per_layer_input": 8}
+    model = tiny_model(kind, **sizes).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    edit_config(tmp_path / "plain", dtype="bfloat16")
+    store = prepare(tmp_path / "plain", tmp_path / "store", progress=False)
+    manifest = read_manifest(store)
+    forms, built = manifest.dense.forms, build_model(store, manifest, torch.float32, torch.device("cpu"), "auto")
+    tables = {name: module for name, module in built.named_modules() if isinstance(module, PublishedEmbedding)}
+    facts = facts_of_store(store, tmp_path / "plain")
+    if case == "tied":
+        assert not forms
+        assert not tables
+        assert facts.table_bytes == 0
+        return
+    assert {form.kind for form in forms.values()} == {"bfloat16"}
+    assert published_bytes(built) == 0
+    assert facts.table_bytes == facts.published_bytes == sum(form.nbytes() for form in forms.values()) > 0
+    assert facts.dense_bytes(4, gpu=False) == 4 * (facts.dense_elements - facts.published_elements)
+    ids, own = torch.tensor([[3, 100], [0, 3]]), dict(model.named_modules())
+    for name, module in tables.items():
+        whole = next(of for path, of in own.items() if path.endswith(name.removeprefix("model.")))
+        wanted = nn.functional.embedding(ids, whole.weight.float()) * getattr(whole, "scalar_embed_scale", 1.0)
+        torch.testing.assert_close(module(ids), wanted, rtol=0, atol=0)
+    assert facts_of_checkpoint(tmp_path / "plain").table_bytes == facts.table_bytes

@@ -39,7 +39,8 @@ PLAIN = StepTime(seconds=0.010, needed=64, missed=32, waited_s=0.006)
 
 def known(requests: int = 1, plain: StepTime = PLAIN, most: int = 7) -> DraftPricing:
     """A pricing that has seen steps without drafts."""
-    pricing = DraftPricing(most, experts=32, top_k=4)
+    pricing = DraftPricing(most)
+    pricing.absent = 0.2
     for _ in range(6):
         pricing.took(plain, [Verified(0, 0, 0)] * requests)
     return pricing
@@ -53,6 +54,7 @@ def situations(draw: st.DrawFn) -> tuple[DraftPricing, list[Proposal], int]:
     requests = draw(st.integers(1, 3))
     waited_s = draw(st.floats(0, 0.02))
     pricing = known(requests, StepTime(waited_s + draw(st.floats(0.001, 0.02)), 64, draw(st.integers(0, 60)), waited_s))
+    pricing.absent, pricing.miss_s = draw(st.floats(0, 1)), draw(st.floats(0, 0.001))
     for _ in range(draw(st.integers(0, 6))):
         match, drafted = draw(st.integers(1, 40)), draw(st.integers(1, 4))
         seconds = draw(st.floats(0.001, 0.03))
@@ -68,56 +70,88 @@ def situations(draw: st.DrawFn) -> tuple[DraftPricing, list[Proposal], int]:
 def test_the_most_expected_tokens_a_second(situation: tuple[DraftPricing, list[Proposal], int]) -> None:
     pricing, proposals, room = situation
     requests = len(proposals)
-    plain = requests / pricing.seconds(requests, requests)
+    plain = requests / pricing.seconds(requests, 0, 0.0)
 
     def rate(counts: Sequence[int]) -> float:
-        tokens = sum(
-            1 + sum(pricing.odds(proposal.match) ** place for place in range(1, count + 1))
+        right = sum(
+            pricing.odds(proposal.match) ** place
             for proposal, count in zip(proposals, counts, strict=True)
+            for place in range(1, count + 1)
         )
-        return tokens / pricing.seconds(requests, requests + sum(counts))
+        return (requests + right) / pricing.seconds(requests, sum(counts), right)
+
+    def may(drafted: int) -> bool:
+        within = drafted <= min(room, pricing._reach) and pricing.most_lost_s(requests, drafted) <= pricing._account
+        return not drafted or within
 
     every = itertools.product(*(range(proposal.tokens + 1) for proposal in proposals))
-    best = max((counts for counts in every if sum(counts) <= room), key=rate)
+    best = max((counts for counts in every if all(may(drafted) for drafted in range(sum(counts) + 1))), key=rate)
     chosen = pricing.choose(proposals, room)
-    assert sum(chosen) <= room
+    assert may(sum(chosen))
     assert all(count <= proposal.tokens for count, proposal in zip(chosen, proposals, strict=True))
-    if pricing._account is None or pricing._account <= 0 or rate(best) <= 1.1 * plain:
+    if rate(best) <= 1.1 * plain:
         assert not any(chosen)
     else:
         assert rate(chosen) == pytest.approx(rate(best))
 
 
 def test_nothing_is_drafted_before_steps_without_are_known() -> None:
-    pricing = DraftPricing(7, experts=32, top_k=4)
+    pricing = DraftPricing(7)
     assert pricing.choose([Proposal(7, 32)], 100) == [0]
     assert known().choose([Proposal(7, 32)], 100) != [0]
     assert known(1).choose([Proposal(7, 32)] * 2, 100) == [0, 0]  # of another number of requests
 
 
+RESIDENT = StepTime(0.010, 64, 0, 0.0)
+WAITS = StepTime(0.100, 64, 32, 0.040)
+
+
 @pytest.mark.parametrize(
-    ("plain", "match", "some"),
+    ("plain", "absent", "account_s", "measured", "match", "expected"),
     [
-        (StepTime(0.010, 64, 0, 0.0), 32, True),  # rows cost little where all is resident
-        (StepTime(0.100, 64, 60, 0.095), 4, False),  # each further row waits for as many experts, most are wrong
-        (StepTime(0.100, 64, 4, 0.005), 32, True),
+        (RESIDENT, 0.0, 1.0, 0, 32, 1),  # first one draft, then twice as many as ever
+        (RESIDENT, 0.0, 1.0, 1, 32, 2),
+        (RESIDENT, 0.0, 1.0, 4, 32, 7),
+        (RESIDENT, 0.0, 1.0, 4, 1, 0),  # unlikely
+        (RESIDENT, 0.0, 0.0014, 0, 32, 0),  # one wrong draft is thought to cost 15% of a step
+        (RESIDENT, 0.0, 0.0016, 0, 32, 1),
+        (WAITS, 0.75, 0.128, 0, 32, 0),  # and 48 experts, 1.25 ms each, and as many in whose places they come
+        (WAITS, 0.75, 0.130, 0, 32, 1),
+        (WAITS, 0.25, 0.048, 0, 32, 0),  # 16 experts
+        (WAITS, 0.25, 0.050, 0, 32, 1),
+        (WAITS, 0.75, 9.0, 4, 32, 6),  # right drafts miss what would be missed anyway
     ],
-)
-def test_what_a_miss_costs_decides(plain: StepTime, match: int, some: bool) -> None:
+)  # fmt: skip
+def test_as_many_as_the_account_has_for(
+    plain: StepTime, absent: float, account_s: float, measured: int, match: int, expected: int
+) -> None:
     pricing = known(plain=plain)
-    for _ in range(4):  # measured: eight rows miss eight times as much
-        eight = StepTime(plain.seconds + 7 * plain.waited_s, 512, 8 * plain.missed, 8 * plain.waited_s)
-        pricing.took(eight, [Verified(32, 7, 7)])
-    pricing._account = 1.0
-    assert any(pricing.choose([Proposal(7, match)], 100)) is some
+    if measured:
+        right = StepTime(1.2 * plain.seconds, 256, plain.missed, plain.waited_s)
+        pricing.took(right, [Verified(match, measured, measured if match > 1 else 0)])
+    pricing.absent, pricing._account = absent, account_s
+    assert pricing.choose([Proposal(7, match)], 100) == [expected]
+
+
+def test_wrong_drafts_are_priced_by_what_they_missed() -> None:
+    """They cost no more than right ones, it is thought; then each of their rows misses all of its experts."""
+    pricing = known(plain=WAITS)
+    pricing.absent, pricing._account = 0.75, 60.0
+    before = pricing.choose([Proposal(7, 4)], 100)
+    for _ in range(4):
+        pricing.took(StepTime(0.350, 256, 32 + 200, 0.290), [Verified(4, 1, 0)])
+    pricing._odds.clear()
+    pricing._account = 60.0
+    assert before == [1]
+    assert pricing.choose([Proposal(7, 4)], 100) == [0]
 
 
 @bounded(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32))
 def test_what_wrong_predictions_cost_is_bounded(seed: int) -> None:
-    """Drafts that are always wrong, in steps that take any time: 1% of the rest, the start's two steps, one step."""
+    """Drafts that are always wrong, in steps that take any time: 1% of the rest, the start's step, one step."""
     draw, pricing, lost_s, plain_s, longest_s = random.Random(seed), known(), 0.0, 0.0, 0.0
-    for _ in range(600):
+    for _ in range(1200):
         (count,) = pricing.choose([Proposal(7, 32)], 100)
         if count:
             seconds = draw.uniform(0.010, 0.040)
@@ -126,8 +160,25 @@ def test_what_wrong_predictions_cost_is_bounded(seed: int) -> None:
         else:
             pricing.took(PLAIN, [Verified(0, 0, 0)])
             plain_s += PLAIN.seconds
-    assert 0 < lost_s <= 0.01 * plain_s + 2 * PLAIN.seconds + longest_s
-    assert pricing.stats.saved_s == pytest.approx(-lost_s)
+    assert 0 < lost_s <= 0.01 * plain_s + PLAIN.seconds + longest_s
+    assert pricing.stats.saved_s <= -lost_s
+
+
+def test_no_step_loses_more_than_the_account_has() -> None:
+    """As dear as predicted at worst, wrong drafts never overdraw it."""
+    pricing = known(plain=WAITS)
+    pricing.absent, tried = 0.75, 0
+    for _ in range(2000):
+        (count,) = pricing.choose([Proposal(7, 32)], 100)
+        if count:
+            missed, tried = WAITS.missed + 48 * count, tried + 1
+            waited_s = WAITS.waited_s * missed / WAITS.missed
+            seconds = waited_s + 0.060 * (1.1 + 0.05 * count)
+            pricing.took(StepTime(seconds, 128, missed, waited_s), [Verified(32, count, 0)])
+        else:
+            pricing.took(WAITS, [Verified(0, 0, 0)])
+        assert pricing._account > -1e-9
+    assert tried
 
 
 def test_steps_without_drafts_are_measured_again_and_again() -> None:
@@ -335,7 +386,6 @@ _OWN = (
     "deepseek_v2", "qwen3_next", "lfm2_moe", "jamba", "nemotron_h", "mimo_v2_flash", "deepseek_v32", "qwen4_exp",
 )  # fmt: skip
 _KEPT = {"minimax", "deepseek_v4"}  # states beside the layers of a cache; compressed keys
-_SEEDS = {"dots3_note_text": 3}  # at 2 one token differs: its index chooses 16 keys by scores that may be close
 
 
 @pytest.mark.parametrize(
@@ -343,14 +393,14 @@ _SEEDS = {"dots3_note_text": 3}  # at 2 one token differs: its index chooses 16 
 )
 def test_a_models_own_cache_gives_rejected_tokens_back(name: str, guessing: type[Guessing]) -> None:
     """Alone and in company, with arrivals and a cancellation; or it says that it does not."""
-    model, draw = tiny_model(name), random.Random(_SEEDS.get(name, 2))
+    model, draw = tiny_model(name), random.Random(2)
     prompts = [[draw.randrange(3, 120) for _ in range(length)] for length in (6, 1, 9, 30, 14)]
     expected = reference_greedy(model, prompts, 16, ignore_eos=True)
     guessing.known = {tuple(prompt): tokens for prompt, tokens in zip(prompts, expected, strict=True)}
     steps = itertools.count(1)
     with closing(make_batcher(model, KvSettings(page_size=16, num_blocks=24, max_batch_tokens=24))) as batcher:
-        pricing = Always(4, 8, 2)
-        because = batcher.draft(pricing, lambda: DecodeCounts(next(steps), 0, 0.0, 0.0))
+        pricing = Always(4)
+        because = batcher.draft(pricing, lambda: DecodeCounts(next(steps), 0, 0.0, 0.0, 0.0))
 
         def ask(i: int, turn: str, tokens: int = 16) -> Stream:
             request = GenerationRequest(f"{turn} {i}", tuple(prompts[i]), SamplingParams(tokens, ignore_eos=True))

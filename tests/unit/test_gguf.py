@@ -20,9 +20,8 @@ import pytest
 import torch
 from ggufs import GRANITE, PROMPT, cases, logits, model, rewrite, tensors_of
 from published import write_gguf
-from serving import greedy, reference_greedy, serving, settings
+from serving import greedy, serving, settings
 from tiny_models import save_tiny_checkpoint
-from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
@@ -102,63 +101,6 @@ def test_experts_apart_are_served(tmp_path: Path) -> None:
         with serving(store, settings(0.5)) as worker:
             tokens.append(greedy(worker, [PROMPT[:12], PROMPT[20:25]], 8))
     assert tokens[0] == tokens[1]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize(
-    ("model_type", "architecture"), [("qwen3_next", "qwen3next"), ("qwen3_5_moe_text", "qwen35moe")]
-)
-def test_linear_attention(model_type: str, architecture: str, beside: bool, tmp_path: Path) -> None:
-    """What the converter changes is undone: value heads, norms, decays; by the metadata alone, or a config.json beside.
-
-    No tolerance would hide two value heads in each other's place.
-    """
-    sizes = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16}
-    check_architecture(model_type, architecture, beside, sizes, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [({"ssm.state_size": None}, "ssm.state_size"), ({"ssm.group_count": 1}, "blk.0.ssm_conv1d.weight"),
-     ({"full_attention_interval": 3}, "blk.1.ssm_dt.bias"), ({"ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms"),
-     ({"rope.dimension_sections": [2, 1, 1, 4]}, "dimension_sections")],
-)  # fmt: skip
-def test_linear_attention_that_is_refused(keys: dict[str, Any], named: str, tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 2, "head_dim": 16}
-    plain = save_tiny_checkpoint("qwen3_5_moe_text", tmp_path / "plain", **sizes)
-    file, _ = write_gguf(plain, tmp_path / "gguf", "qwen35moe", lambda name: "F32")
-    full = {f"qwen35moe.{key}": value for key, value in keys.items()}
-    with pytest.raises(CheckpointError, match=re.escape(named)):
-        logits(locate(str(rewrite(file, tmp_path / "out" / "m.gguf", full)[0])), PROMPT)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "architecture", "beside", "sizes"),
-    [("hunyuan_v1_moe", "hunyuan-moe", True, {}), ("ernie4_5_moe", "ernie4_5-moe", True, {}),
-     ("lfm2_moe", "lfm2moe", True, {"tie_word_embeddings": True}), ("qwen3_moe", "qwen3vlmoe", False, {})],
-)  # fmt: skip
-def test_an_architecture(
-    model_type: str, architecture: str, beside: bool, sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    check_architecture(model_type, architecture, beside, sizes, tmp_path)
-
-
-def check_architecture(
-    model_type: str, architecture: str, beside: bool, sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    """A file gives the logits and tokens of transformers' own model of the same weights."""
-    plain = save_tiny_checkpoint(model_type, tmp_path / "plain", **sizes)
-    file, _ = write_gguf(plain, tmp_path / "gguf", architecture, lambda name: "F32")
-    if beside:
-        shutil.copy(plain / "config.json", file.parent)
-    folder = locate(str(file))
-    wanted = AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager", dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected = wanted(torch.tensor([PROMPT])).logits[0].numpy()
-    np.testing.assert_allclose(logits(folder, PROMPT), expected, atol=2e-5)
-    store = ExpertStore(prepare(folder, tmp_path / "store", progress=False))
-    with serving(store, settings(0.5)) as worker:
-        assert greedy(worker, [PROMPT[:12]], 8) == reference_greedy(wanted, [PROMPT[:12]], 8)
 
 
 ONE = np.ones(32)
@@ -268,8 +210,6 @@ def test_a_multiplier_that_is_not_the_files(key: str, files: Mapping[str, Path],
 
 def test_a_configuration_beside_for_an_architecture_without_a_whole_one(tmp_path: Path) -> None:
     """gpt-oss's sliding window and DeepSeek's scale of experts are in both, and must be equal."""
-    from published import write_gguf
-
     plain = save_tiny_checkpoint("deepseek_v2", tmp_path / "plain")
     file, _ = write_gguf(plain, tmp_path / "gguf", "deepseek2", lambda name: "F32")
     keys = {"deepseek2.expert_weights_scale": 3.0, "deepseek2.leading_dense_block_count": 1,
@@ -286,8 +226,6 @@ def test_a_configuration_beside_for_an_architecture_without_a_whole_one(tmp_path
 
 def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
     """GLM's published files have one more block than the model has layers, with experts of its own."""
-    from published import write_gguf
-
     plain = save_tiny_checkpoint("glm4_moe", tmp_path / "plain")
     file, _ = write_gguf(plain, tmp_path / "gguf", "glm4moe", lambda name: "F32")
     config = json.loads((plain / "config.json").read_text())

@@ -8,8 +8,9 @@ import pytest
 import torch
 from fake_gpu import FakeGpu
 from form_cases import expert_form
-from kernel_cases import assert_near, exact, gate_for, groups_of, rows_for
+from kernel_cases import assert_near, exact, gate_for, gpt_oss_gate, groups_of, rows_for
 from torch import nn
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from tiermoe.actors.engine.cache.form_slots import FormPool
 from tiermoe.actors.engine.cache.slots import SlotPool
@@ -144,6 +145,25 @@ def test_candidates_are_tried_measured_and_joined(setting: str, quick: None, mon
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")
+def test_gpt_oss_in_full_precision_has_a_kernel(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its biases and its activation, by transformers' own class; with other constants the loop runs it."""
+
+    class Experts(nn.Module):
+        _apply_gate, alpha, limit = GptOssExperts._apply_gate, 1.702, 7.0
+
+    on_gpu(pool_in(torch.float32), "auto", monkeypatch)
+    shape = ExpertShape(num_experts=4, hidden=WIDTH, intermediate=NEURONS, gates=2, has_bias=True)
+    pool = SlotPool.allocate(shape, 3, torch.float32, CPU)
+    for limit, kernel in ((7.0, "triton"), (6.0, "loop")):
+        experts = Experts()
+        experts.limit = limit
+        oss = MoeBlock(experts, gpt_oss_gate, None, None, None)
+        plan = Kernels(pool, "auto", [oss]).plan
+        assert {label.split()[0] for label in plan.chosen.values()} == {kernel}
+        assert all("no kernel" in note for note in plan.notes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is interpreted where there is a GPU")
 def test_a_candidate_that_fails_is_left_out_and_said(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiermoe.kernels.triton.expert_ffn import TritonKernel
 
@@ -196,9 +216,6 @@ def test_published_forms_run_by_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch)
     assert kernels.plan.notes == ("Triton has no kernel for the gate of these experts, which run one after another",)
     with pytest.raises(ConfigError, match="no kernel for the gate"):
         FormKernels(pool, "triton", own)
-    monkeypatch.setattr(TritonFormKernel, "supports", staticmethod(lambda form, _: form.down.kind == "mxfp4"))
-    with pytest.raises(ConfigError, match="no kernel for experts in the form"):
-        FormKernels(pool, "triton", blocks)
 
 
 def test_a_form_whose_kernel_does_not_compile_runs_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tiermoe.kernels.expert_ffn import CPU_MAX_ROWS
 from tiermoe.kernels.router import LinearRouter
 
 
-def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
+def next_gate(distance: int, whole_layers: bool = False) -> Callable[[ExpertCache], Hooks]:
     """The preset's prefetch, by random routers; distance 0: none."""
     generator = torch.Generator().manual_seed(8)
     routers = [
@@ -37,7 +37,7 @@ def next_gate(distance: int) -> Callable[[ExpertCache], Hooks]:
     def hooks(cache: ExpertCache) -> Hooks:
         if not distance:
             return Hooks()
-        policy = NextGatePrefetch(LAYERS, EXPERTS, 2, distance)
+        policy = NextGatePrefetch(LAYERS, EXPERTS, 2, distance, whole_layers=whole_layers)
         return Hooks(ahead=(RouterPrefetching(policy, cache, blocks, EXPERTS),))
 
     return hooks
@@ -73,6 +73,26 @@ def test_one_native_call_is_the_step_in_python(policy: str, slots: int, ahead: i
             native.settle(), python.settle()
         assert native.known() == python.known()
         native.layers[step % LAYERS].observers.clear()
+    native.cache.close(), python.cache.close()
+
+
+@pytest.mark.parametrize(("slots", "distance"), [(EXPERTS, 1), (9, 1), (KEYS - 2, 2)])
+def test_whole_layers_of_a_prompt_are_prefetched_as_in_python(slots: int, distance: int) -> None:
+    """Prompts of so many rows that no router is asked, of fewer, and of few experts, among decode steps."""
+    native, python = (
+        Stack(slots, "lru-sweep", hooks=next_gate(distance, whole_layers=True), native=on) for on in (True, False)
+    )
+    rng = np.random.default_rng(slots)
+    for step in range(24):
+        begin(native, python, rng)
+        tokens, experts = int(rng.choice([1, 2, 120, 140])), 2 if step % 5 == 4 else EXPERTS
+        for index in range(LAYERS):
+            ids = torch.from_numpy(np.argsort(rng.random((tokens, experts)), axis=1)[:, :2].copy())
+            inputs = torch.randn(tokens, SHAPE.hidden), ids, torch.rand(tokens, 2)
+            assert torch.equal(native.layers[index].forward(*inputs), python.layers[index].forward(*inputs))
+            native.settle(), python.settle()
+        assert native.known() == python.known()
+    assert sum(source.queued for source in native.stats.prefetch_sources.values()) > 0
     native.cache.close(), python.cache.close()
 
 

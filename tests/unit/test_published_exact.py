@@ -35,15 +35,24 @@ def small(release: Release) -> Release:
     return Release(**{**vars(release), "sizes": {**release.sizes, **SMALL}})
 
 
-def assert_exact(published: Path, oracle: Path, folder: Path) -> ExpertStore:
-    """Experts equal the oracle's to the bit, dense weights once rounded to their type if they are dequantized."""
+def assert_exact(published: Path, oracle: Path, folder: Path, *, moved: bool = False) -> ExpertStore:
+    """Experts equal the oracle's to the bit, dense weights once rounded to their type if they are dequantized.
+
+    moved: neurons are in another order, the same of gate, up and down.
+    """
     ours = ExpertStore(prepare(published, folder / "store", progress=False))
     theirs = ExpertStore(prepare(oracle, folder / "oracle-store", progress=False))
     for layer, expected in zip(ours.mapped, theirs.layers, strict=True):
         for expert in range(len(expected.down)):
             gate_up, down = layer.neurons(expert)  # type: ignore[attr-defined]
-            np.testing.assert_array_equal(gate_up, expected.gate_up[expert])
-            np.testing.assert_array_equal(down, expected.down[expert])
+            wanted_up, wanted_down = expected.gate_up[expert], expected.down[expert]
+            if moved:
+                assert (gate_up != wanted_up).any()
+                ours_first, theirs_first = (np.lexsort(a[:, 0, :3].T) for a in (gate_up, wanted_up))
+                gate_up, down = gate_up[ours_first], down[ours_first]
+                wanted_up, wanted_down = wanted_up[theirs_first], wanted_down[theirs_first]
+            np.testing.assert_array_equal(gate_up, wanted_up)
+            np.testing.assert_array_equal(down, wanted_down)
     found, wanted = load_file(ours.describe().dense.path), load_file(theirs.describe().dense.path)
     for name, form in ours.manifest.dense.forms.items():
         parts = {part: bytes_of(found.pop(part_tensor(name, part)), code) for part, (code, _) in form.parts().items()}
@@ -266,7 +275,9 @@ def test_integers_and_files_beside(
 ) -> None:
     release = Release(name, "qwen3_moe", quantize, config, dtype=torch.float16, files=files)
     published, oracle = write(small(release), tmp_path)
-    assert_exact(published, oracle, tmp_path)
+    store = assert_exact(published, oracle, tmp_path, moved="act-order" in name)
+    for form in store.manifest.published.forms:
+        assert (form.up.order, form.down.order) == ("act-order" in name, False)
     facts = facts_of_checkpoint(published)
     assert facts.form is not None
 

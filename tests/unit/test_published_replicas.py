@@ -38,6 +38,9 @@ from tiermoe.proto.messages import ExpertBatch, Message
 from tiermoe.proto.peers import LocalDirectory, PeerLink
 
 GROUP = 64
+# Of scores that differ by 5 from token to token. Replicas round their inputs to 8 bits, so that the last bit of an
+# expert's result before them, which has another order of sums here, can move a score by up to 0.08.
+CLOSE = 0.15
 NAMES = {
     "fp8": "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "mxfp4": "RedHatAI/Qwen3-30B-A3B-MXFP4",
     "nvfp4": "nvidia/Qwen3-30B-A3B-NVFP4", "int4": "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
@@ -94,18 +97,20 @@ class Reference:
         ALL_EXPERTS_FUNCTIONS.register("mixed-widths", self._forward)
         self.model.set_experts_implementation("mixed-widths")
 
-    def tokens(self, prompt: Sequence[int], cold: dict[tuple[int, int], int]) -> list[int]:
-        """Greedy tokens. cold: width of replicas by (layer, expert), 0: as dequantized."""
-        out, cache, ids = [], None, torch.tensor([list(prompt)])
-        for _ in range(TOKENS):
+    def check(self, prompt: Sequence[int], tokens: Sequence[int], cold: dict[tuple[int, int], int]) -> None:
+        """Each greedy token is the best one behind those before it, or scores `CLOSE` to it.
+
+        cold: width of replicas by (layer, expert), 0: as dequantized.
+        """
+        cache, ids = None, torch.tensor([list(prompt)])
+        for at, token in enumerate(tokens):
             with torch.no_grad():
                 found = self.model(ids, past_key_values=cache, use_cache=True)
-            cache, ids, self._cold = found.past_key_values, found.logits[:, -1:].argmax(-1), cold
-            out.append(int(ids))
-            if out[-1] == self.model.config.eos_token_id:
-                break
+            scores = found.logits[0, -1]
+            assert scores[token] >= scores.max() - CLOSE, (at, token, int(scores.argmax()))
+            cache, ids, self._cold = found.past_key_values, torch.tensor([[token]]), cold
         self._cold = {}
-        return out
+        assert len(tokens) == TOKENS or tokens[-1] == self.model.config.eos_token_id
 
     def _forward(self, module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         layer, out = next(i for i, e in enumerate(self._experts) if e is module), torch.zeros_like(hidden)
@@ -153,8 +158,8 @@ def test_replicas_below_the_published_width_and_the_form_from_there_on(form: str
             used: set[int] = set()
             for prompt in PROMPTS:
                 near.widths.clear()
-                found = greedy(worker, [prompt], TOKENS)
-                assert found == [reference.tokens(prompt, near.widths)]
+                (found,) = greedy(worker, [prompt], TOKENS)
+                reference.check(prompt, found, near.widths)
                 used.update(near.widths.values())
                 if near.widths:
                     _check_allocation(worker, near, form, read_tables(view).losses)
@@ -184,7 +189,8 @@ def test_a_form_at_most_as_wide_needs_no_replicas(tmp_path: Path) -> None:
     wider = policy.model_copy(update={"precision": policy.precision.model_copy(update={"bits": 4})})
     reference = Reference(oracle)
     with served(store, wider, 0.25) as (worker, near):
-        assert greedy(worker, PROMPTS, TOKENS) == [reference.tokens(prompt, {}) for prompt in PROMPTS]
+        for prompt, found in zip(PROMPTS, greedy(worker, PROMPTS, TOKENS), strict=True):
+            reference.check(prompt, found, {})
         assert set(near.widths.values()) == {0}
 
 

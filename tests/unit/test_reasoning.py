@@ -174,3 +174,29 @@ def test_responses_have_it_as_an_item() -> None:
         output = post("/v1/responses", {"input": "hi"} | body, backend, template=_OPENED).json()["output"]
         assert [item["type"] for item in output] == kinds
         assert [item["content"][0]["text"] for item in output] == ["hm", "yes"][-len(kinds) :]
+
+
+@pytest.mark.parametrize(
+    ("body", "answer", "expected"),
+    [
+        ({}, _ANSWER, 2), ({"n": 2}, _ANSWER, 4), ({"include_reasoning": False}, _ANSWER, 2),
+        ({"reasoning_format": "none"}, _ANSWER, None), ({}, b"</think>\n\nyes", None),
+        ({}, b"hm\nso and so, hm\n</think>hm", 16),
+    ],
+)  # fmt: skip
+def test_usage_counts_its_tokens(body: dict[str, Any], answer: bytes, expected: int | None) -> None:
+    """Those that had come with its last letter; the same whole, streamed, and of responses."""
+    details = None if expected is None else {"reasoning_tokens": expected}
+    for stream in (False, True):
+        asked = _USER | body | {"stream": stream, "n": body.get("n", 1)}
+        backend = FakeBackend({"hi<think>\n": answer, "hi": answer})
+        backend.plan["max_prompt_tokens"] = 200
+        asked |= {"stream_options": {"include_usage": True}} if stream else {}
+        response = post(CHAT, asked, backend, template=_OPENED)
+        usage = events(response)[-1]["usage"] if stream else response.json()["usage"]
+        assert usage.get("completion_tokens_details") == details
+    if "n" not in body:
+        backend = FakeBackend({"hi<think>\n": answer, "hi": answer})
+        backend.plan["max_prompt_tokens"] = 200
+        usage = post("/v1/responses", {"input": "hi"} | body, backend, template=_OPENED).json()["usage"]
+        assert usage["output_tokens_details"] == {"reasoning_tokens": expected or 0}

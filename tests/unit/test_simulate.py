@@ -438,7 +438,7 @@ def test_a_prefetch_by_scores_that_were_not_recorded_is_refused() -> None:
     linked = Linked(layers=2)
     run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 1.0, 0.0, 1.0, 0.0, 0.0, 1)
     first, announced = run.layers[0], _core.Announced()
-    first.ask_routers(first.router(1), 1, 1, _core.ByScores(True, 1, False, 1), announced)
+    first.ask_routers(first.router(1), 1, 1, _core.ByScores(True, 1, False, False, 1), announced)
     with pytest.raises(ValueError, match="recorded"):
         run.forward(np.array([[[0, 1]], [[0, 1]]]), 0.0)
     assert not linked.core.pins.any()

@@ -23,6 +23,8 @@ from cache_rigs import (
     RATE,
     Rig,
     begin_layer,
+    end_layer,
+    plan_layer,
     run_layer,
     with_replicas,
 )
@@ -31,6 +33,7 @@ from fake_gpu import FakeGpu
 from tiermoe.actors.core import _core
 from tiermoe.actors.engine.cache.low_bits import ReplicaPool
 from tiermoe.actors.engine.cache.slots import LayerWeights, LowBitPart
+from tiermoe.actors.policies.eviction import SweepLru
 from tiermoe.actors.policies.moepic.split import SplitLayout
 from tiermoe.actors.policies.residency import State
 from tiermoe.errors import RuntimeFailure
@@ -130,6 +133,64 @@ def test_demand_goes_before_what_waits() -> None:
     assert rig.residency.state(4) == State.LOADING  # enqueued: it arrives
     rig.cache.core.abandon()
     rig.finish()
+
+
+@pytest.mark.parametrize(
+    ("slots", "needed", "pairs", "streamed"),
+    [
+        (8, [0, 1, 2, 3], 64, [4, 5, 6, 7]),  # both layers fit
+        (8, [0, 1, 3], 64, [4, 5, 6, 7]),  # three quarters of a layer
+        (8, [0, 1], 64, None),  # fewer, however many rows: these may need others
+        (8, [0, 1, 2, 3], 63, None),  # few rows
+        (6, [0, 1, 2, 3], 64, [4, 5]),  # as many as find a slot
+        (4, [0, 1, 2, 3], 64, []),
+        (3, [0, 1, 2, 3], 64, []),  # the layer's own experts take turns
+    ],
+)
+def test_a_long_prompt_has_the_next_layer_whole_behind_its_own_demand(
+    slots: int, needed: list[int], pairs: int, streamed: list[int] | None
+) -> None:
+    """The bytes that prefetches may have under way are no bound: the link would be idle until the next routing."""
+    rig = Rig(slots, ahead=1, eviction=SweepLru(LAYERS, EXPERTS))
+    rig.gpu.idle = True
+    core = rig.cache.core
+    counts = [pairs * EXPERTS - len(needed) + 1] + [1] * (len(needed) - 1)
+    core.plan(core.open(0, needed, counts, pairs, []), [])
+    core.begin()
+    core.load()
+    assert core.stream(rig.cache.number_of("whole")) == (streamed is not None)
+    assert under_way(rig, "demand") == needed[:slots] + (streamed or [])
+    assert not under_way(rig, "prefetch")
+    while len(set(core.next())) > 1:
+        pass
+    core.close()
+    assert not core.stream(rig.cache.number_of("whole"))  # no pass
+    rig.forward(1, [0, 1, 2, 3])
+    assert rig.gpu.synchronized == 0
+    rig.finish()
+    sources = {name: (one.queued, one.late) for name, one in rig.stats.prefetch_sources.items()}
+    assert sources == ({"whole": (len(streamed), len(streamed))} if streamed else {})
+
+
+def test_layers_of_a_prompt_take_the_slots_of_those_behind_them() -> None:
+    """A pool of two layers. The first prompt fills it; later ones find a layer there, and copy the others once."""
+    for seed in range(5):
+        rig = Rig(2 * EXPERTS, seed, eviction=SweepLru(LAYERS, EXPERTS))
+        for prompt in range(3):
+            for layer in range(LAYERS):
+                core, keys = rig.cache.core, list(range(layer * EXPERTS, (layer + 1) * EXPERTS))
+                rig.cache.poll(layer)
+                plan = plan_layer(rig.cache, core.open(layer, keys, [64] * EXPERTS, 64, []))
+                assert plan.resident + plan.arriving == (EXPERTS if layer else 0)
+                core.begin()
+                core.load()
+                assert core.stream(rig.cache.number_of("whole"))
+                end_layer(rig.cache, plan, rig.run)
+                rig.cache.check_integrity()
+            loaded = [layer.bytes_loaded // CARRIED for layer in rig.stats.layers]
+            assert loaded == [EXPERTS * (prompt + 1), EXPERTS, EXPERTS * (prompt + 1)]
+        assert rig.gpu.synchronized == 0
+        rig.finish()
 
 
 def test_blocked_time_is_what_the_compute_waited() -> None:

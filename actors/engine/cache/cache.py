@@ -283,6 +283,18 @@ class ExpertCache:
         """Free slots for this layer's experts (of split experts for the tops)."""
         return self.residency.free_of(self.residency.class_of(self.shown(layer)[0]))
 
+    def absent(self) -> float:
+        """Share of all experts that are neither resident nor loading (of split experts the tops)."""
+        states, segments = self.residency.states, self.where.segments
+        shown = states[: len(self.stats.layers) * self.where.experts] if segments is None else states[segments.shown]
+        return 1.0 - np.count_nonzero(shown) / len(shown)
+
+    def copy_s(self) -> float:
+        """Mean seconds of the link for a copy of one whole expert, since the counters were reset; 0: it copied none."""
+        counts = self.core.summed
+        loaded = counts.bytes_loaded_demand + counts.bytes_loaded_prefetch + counts.bytes_loaded_migration
+        return counts.total_io_s * self.residency.slot_bytes / loaded if loaded else 0.0
+
     def layer_residency(self) -> list[LayerResidency]:
         """State and uses of each layer's experts at this moment; from any thread."""
         states, uses, n, found = self.residency.states, self.uses, self.where.experts, list[LayerResidency]()

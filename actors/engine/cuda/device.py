@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from ....limits import usable_cores
+from ...numa import MemoryNode, bring
 from ...settings import CopySettings
 from ..cache.device import Copied, HostExperts, PinReport, Tensors
 from .arena import CudaArena, Pages
@@ -61,6 +62,8 @@ def pin_layers(
                 copied += _nbytes(tensors)
             else:
                 fill_pages(*tensors)
+                if device.near is not None:
+                    bring(map(_pages, tensors), device.near)
                 in_place.append(i)
                 wanted += _nbytes(tensors)
             if time.monotonic() - said_s > _SAY_EVERY_S:
@@ -184,12 +187,13 @@ class CudaDevice:
 
     Args:
         staging_bytes: of each of the two pinned buffers, made with the first staged copy.
+        near: the memory node that this process keeps to, where pages lie that it pins; None: it keeps to none.
     """
 
     executor: Literal["real", "emulated"] = "real"
 
-    def __init__(self, runtime: GpuRuntime, staging_bytes: int = 16 << 20) -> None:
-        self.runtime, self.torch_device = runtime, runtime.device
+    def __init__(self, runtime: GpuRuntime, staging_bytes: int = 16 << 20, near: MemoryNode | None = None) -> None:
+        self.runtime, self.torch_device, self.near = runtime, runtime.device, near
         self._compute = runtime.current()
         self._staging_bytes = staging_bytes
         self._staging: Staging | None = None

@@ -42,6 +42,11 @@ class GpuRuntime:
         """Make it the calling thread's current device."""
         torch.cuda.set_device(self.device)
 
+    def bus(self) -> str:
+        """Its PCI address, as the kernel writes it: `0000:3b:00.0`."""
+        of = torch.cuda.get_device_properties(self.device)
+        return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+
     def free_bytes(self) -> int:
         """Device memory that no process has taken; what torch keeps for this one counts as taken."""
         return int(torch.cuda.mem_get_info(self.device)[0])

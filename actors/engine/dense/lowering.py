@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ....kernels.dense import BINARY, REDUCE, TYPES, UNARY, Builder, Shape, Value
-from ..model.published_linear import matrix_of
+from ..model.published_linear import PublishedMatrix, matrix_of
 
 _FLOATS = (torch.float32, torch.bfloat16)
 _TYPES = (*_FLOATS, torch.int64, torch.int32, torch.bool)
@@ -342,6 +342,7 @@ class Lowering:
         if self._axis(self._full(source)) == len(self._full(source)) - 1:
             raise CannotLowerError("a product over rows")
         out, matrix = self._new(node), matrix_of(handle)
+        assert isinstance(matrix, PublishedMatrix)  # the program runs on the CPU
         self.builder.form_linear(out, self._value(source), matrix.form, matrix.parts)
         return out
 

@@ -58,6 +58,11 @@ class _StandIn:
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return hidden * ((ids + 1).to(weights.dtype) * weights).mean(-1, keepdim=True).to(hidden.dtype)
 
+    def forward_into(
+        self, out: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        out.copy_(self.forward(hidden, ids, weights))
+
 
 class _Head:
     """A model's output embeddings on few rows, as a program. threads: of it."""

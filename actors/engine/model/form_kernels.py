@@ -23,7 +23,7 @@ from ..cache.device import Tensors
 from ..cache.form_slots import FormPool, FormWeights
 from ..cache.low_bits import ReplicaPool
 from ..cache.slots import MappedPool, SlotPool
-from .kernels import KernelPlan, Kernels
+from .kernels import KernelPlan, Kernels, built_in
 from .model import MoeBlock
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ _FormKernel = Union["TritonFormKernel", TorchFormKernel, CpuFormKernel]
 class FormKernels:
     """The kernels of a pool of published forms, by layer: as `Kernels`.
 
-    C++ on the CPU and Triton's on a GPU; torch, one expert after another, for other gates and forms than theirs, and
-    where it is asked for. Layers of one form and activation share a kernel.
+    C++ on the CPU and Triton's on a GPU; torch, one expert after another, for other gates than theirs, and where it is
+    asked for. Layers of one form and activation share a kernel.
 
     Raises:
         ConfigError: a kernel is asked for that cannot run these forms.
@@ -59,7 +59,7 @@ class FormKernels:
 
     def _kernel(self, layer: int, block: MoeBlock) -> _FormKernel:
         pool = self._pool
-        form, activation = pool.published.of(layer), _activation(block)
+        form, activation = pool.published.of(layer), built_in(block)
         key = (form, activation or "")
         if key in self._made:
             return self._made[key]
@@ -85,11 +85,6 @@ class FormKernels:
             self._notes.append("triton is not installed: experts run one after another")
             return None
         from ....kernels.triton.forms import TritonFormKernel
-
-        if not TritonFormKernel.supports(form, activation):
-            label = self._pool.published.label()
-            self._notes.append(f"Triton has no kernel for experts in the form {label}, which run one after another")
-            return None
         from ..cuda.tables import ring_of
 
         pool = self._pool
@@ -132,7 +127,7 @@ class StoredKernels:
             return self._of_neurons(pool.tensors, 0, block)
         weights, first = pool.weights[layer], layer * pool.shape.num_experts
         if isinstance(weights, FormWeights) and pool.published is not None:
-            form, form_activation = pool.published.of(layer), _activation(block)
+            form, form_activation = pool.published.of(layer), built_in(block)
             if self._loops or form_activation is None:
                 parts = list(zip(*weights.experts, strict=True))
                 return TorchFormKernel(parts, form, block.gate, first)
@@ -147,16 +142,6 @@ class StoredKernels:
             return stored
         (gate_up, dtype), (down, _) = map(host_array, tensors)
         return HostKernel(FullLayer(gate_up, down, dtype, activation, self._threads), first, stored)
-
-
-def _activation(block: MoeBlock) -> str | None:
-    """The activation among those that kernels of published forms build in."""
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    experts = block.experts
-    if block.activation is None and getattr(type(experts), "_apply_gate", None) is GptOssExperts._apply_gate:
-        return "gpt_oss" if (experts.alpha, experts.limit) == (1.702, 7.0) else None
-    return block.activation
 
 
 def kernels_of(
@@ -192,9 +177,10 @@ def make_packed_kernel(
     if device.type == "cpu":
         return CpuPackedKernel(pool.tensors, pool.shape, activation, threads)
     try:
-        from ....kernels.triton.packed_ffn import TritonPackedKernel
+        from ....kernels.triton.forms import TritonPackedKernel
+        from ..cuda.tables import ring_of
 
-        kernel = TritonPackedKernel(pool.tensors, pool.shape, activation)
+        kernel = TritonPackedKernel(pool.tensors, pool.shape, activation, dtype, ring_of(device))
         try_out(kernel, shape.hidden, dtype, device)
     except Exception as error:  # whatever a compiler or driver raises: torch can do it
         notes.append(f"replicas run by torch, slowly: the Triton kernel failed ({type(error).__name__}: {error})"[:300])

@@ -129,7 +129,7 @@ def fill_slots(pool: SlotPool, count: int) -> int:
         tensor[:count].normal_(0.0, 1.5 / inputs**0.5, generator=generator)
     for bias in (pool.gate_up_bias, pool.down_bias):
         if bias is not None:
-            bias[:count].zero_()
+            bias[:count].normal_(generator=generator)
     return count
 
 
@@ -217,6 +217,16 @@ class KernelPlan:
 _chosen: dict[tuple[Any, ...], KernelPlan] = {}  # of this process: its engines measure once
 
 
+def built_in(block: MoeBlock) -> str | None:
+    """The activation of a layer's experts among those that kernels may build in (`form_ffn.FORM_ACTIVATIONS`)."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    experts = block.experts
+    if block.activation is None and getattr(type(experts), "_apply_gate", None) is GptOssExperts._apply_gate:
+        return "gpt_oss" if (experts.alpha, experts.limit) == (1.702, 7.0) else None
+    return block.activation
+
+
 class Kernels:
     """The kernels of one empty slot pool; measuring writes to the slots.
 
@@ -238,7 +248,7 @@ class Kernels:
 
     def of(self, block: MoeBlock) -> ExpertKernel:
         """The kernel of a layer; layers with the same named activation share one."""
-        name = block.activation
+        name = built_in(block)
         if name is None:
             return self._make(block)
         if name not in self._shared:
@@ -253,7 +263,7 @@ class Kernels:
     def _make(self, block: MoeBlock) -> ExpertKernel:
         loop = TorchKernel(self._operands, block.gate)
         if self._pool.gate_up.device.type == "cpu":
-            kernel, plan = self._on_cpu(loop, block.activation)
+            kernel, plan = self._on_cpu(loop, built_in(block))
         else:
             kernel, plan = self._on_gpu(loop, block)
         self._plans.append(plan)
@@ -278,10 +288,10 @@ class Kernels:
         from ....kernels.device import device_name
 
         gate_up = self._pool.gate_up
-        size, kind = tuple(gate_up.shape[1:]), device_name(gate_up.device)
-        key = (kind, size, gate_up.dtype, block.activation, self._setting)
+        size, kind, activation = tuple(gate_up.shape[1:]), device_name(gate_up.device), built_in(block)
+        key = (kind, size, gate_up.dtype, activation, self._setting)
         known = _chosen.get(key)
-        kernel, plan = self._triton(loop, block.activation, known)
+        kernel, plan = self._triton(loop, activation, known)
         if kernel is None and self._setting == "triton":
             said = "".join(f"; {note}" for note in plan.notes)
             raise ConfigError(f"expert_kernel 'triton' cannot run these experts{said}", "use expert_kernel auto")

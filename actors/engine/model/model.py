@@ -26,6 +26,7 @@ from torch import nn
 from ....errors import StoreError, UnsupportedModelError
 from ....kernels.expert_ffn import Gate
 from ....kernels.form_slots import dequantize
+from ....kernels.forms import FLOATS
 from ....kernels.router import LinearRouter
 from ...settings import Attention
 from ...store.files import FileView
@@ -33,7 +34,7 @@ from ...store.format import REBUILD, Manifest, part_tensor, read_header
 from ..cache.sources import DTYPES
 from .architecture import from_config
 from .attention import attention_for
-from .published_linear import PublishedMatrix, bytes_of, exchange, keeps_form, numbers_of
+from .published_linear import DeviceMatrix, FormMatrix, PublishedMatrix, bytes_of, exchange, keeps_form, numbers_of
 
 IMPLEMENTATION = "tiermoe"  # name under which transformers knows it
 
@@ -42,6 +43,10 @@ class ExpertLayer(Protocol):
     """What the operator calls."""
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+
+    def forward_into(
+        self, out: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None: ...
 
 
 _layers: dict[int, ExpertLayer] = {}
@@ -194,7 +199,8 @@ def build_model(
 ) -> Any:  # fmt: skip
     """The transformers model of a store: dense part on `device`, expert parameters on meta.
 
-    The dense part is in `dtype`; matrices that the store has in a published form stay so on the CPU in float32.
+    The dense part is in `dtype`; matrices that the store has in a published form stay so, but on the CPU in other types
+    than float32.
 
     Args:
         dense_file: the verified file of the dense weights, which may stay mapped; None: `store` is no store that
@@ -265,7 +271,8 @@ def _take_published(
 ) -> None:
     """Take the parts of matrices in published forms out of `dense`: each stays so, or is dequantized into `dense`.
 
-    On the CPU in float32 a module runs on the matrix as it is. Elsewhere the dense part has the compute dtype.
+    On a GPU, and on the CPU in float32, a module runs on the matrix as it is. Elsewhere the dense part has the compute
+    dtype, and so have tables of plain numbers on a GPU.
 
     Raises:
         StoreError: a part is missing.
@@ -273,7 +280,7 @@ def _take_published(
     forms = manifest.dense.forms
     shared = {tied.name: tied.source for tied in manifest.dense.tied if tied.source in forms}
     modules = dict(model.named_modules())
-    kept: dict[str, PublishedMatrix] = {}
+    kept: dict[str, FormMatrix] = {}
     for name, form in forms.items():
         try:
             parts = {part: dense.pop(part_tensor(name, part)) for part in form.parts()}
@@ -283,11 +290,15 @@ def _take_published(
         owners = [one for one in (name, *shared) if one == name or shared[one] == name]
         paths = [one.removesuffix(".weight") for one in owners]
         stays = all(path in modules and keeps_form(modules[path], path, form) for path in paths)
-        if device.type == "cpu" and dtype == torch.float32 and stays:
-            matrix = PublishedMatrix(form, {part: numbers_of(tensor) for part, tensor in parts.items()})
-            kept.update(dict.fromkeys(owners, matrix))
+        if stays and device.type == "cpu" and dtype == torch.float32:
+            of_host = PublishedMatrix(form, {part: numbers_of(tensor) for part, tensor in parts.items()})
+            kept.update(dict.fromkeys(owners, of_host))
+            continue
+        on_device = {part: tensor.to(device) for part, tensor in parts.items()}
+        if stays and device.type != "cpu" and form.kind not in FLOATS:
+            kept.update(dict.fromkeys(owners, DeviceMatrix(form, on_device, dtype)))
         else:
-            dense[name] = dequantize(form, {part: tensor.to(device) for part, tensor in parts.items()}).to(dtype)
+            dense[name] = dequantize(form, on_device).to(dtype)
     exchange(model, kept)
 
 

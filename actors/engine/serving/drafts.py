@@ -86,7 +86,7 @@ class Drafter(NoDrafts):
         found = [self._proposal(name, most, heads) for name, most in asked]
         self._asked_s = self._clock() - begun_s if heads else 0.0
         if any(tokens for tokens, _ in found):
-            self._pricing.copy_s = self._begun[1].copy_s
+            self._pricing.miss_s, self._pricing.absent = self._begun[1].miss_s, self._begun[1].absent
             counts = self._pricing.choose([Proposal(len(tokens), match) for tokens, match in found], room)
             for (name, _), (tokens, match), count in zip(asked, found, counts, strict=True):
                 if count:

@@ -63,7 +63,7 @@ class _Recording:
     def replay(self) -> torch.Tensor:
         for piece in self.pieces:
             piece.graph.replay()
-            piece.out.copy_(piece.layer.forward(piece.hidden, piece.ids, piece.weights))
+            piece.layer.forward_into(piece.out, piece.hidden, piece.ids, piece.weights)
         self.last.replay()
         return self.logits
 

@@ -133,7 +133,8 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
         if type_code(plan.makers[name].targets[name].dtype) != DTYPE_CODES[dtype]:
             raise CheckpointError(f"parameter {name} is not converted to {dtype}", OTHER_CONFIG)
     published = None
-    if checkpoint.gguf is not None or is_published(plan, experts):
+    gated = all(module.shape.gates == 2 for module in experts)  # else a GGUF file's experts are dequantized
+    if gated if checkpoint.gguf is not None else is_published(plan, experts):
         published = tuple(layer_experts(plan, module) for module in experts)
     matrices = dense_matrices(model, plan, dense, aliases)
     head = _plan_head(model, checkpoint)
@@ -302,9 +303,8 @@ def _dense_data(conversion: Conversion) -> Iterator[memoryview]:
 
     def made(group: Group) -> Iterator[memoryview]:
         if (matrix := conversion.matrices.get(group.key)) is not None:
-            parts = matrix.parts()
-            for part in matrix.form.parts():
-                yield np.ascontiguousarray(parts[part]).view(np.uint8).reshape(-1).data
+            for block in matrix.blocks():
+                yield np.ascontiguousarray(block).view(np.uint8).reshape(-1).data
             return
         for block in group.blocks(conversion.model, [name for name in group.targets if name in wanted]):
             yield _checked_bytes(group, block)
