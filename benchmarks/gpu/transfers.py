@@ -28,7 +28,7 @@ from tiermoe.cluster.host import cpu
 from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.limits import usable_cores
 
-from .models import REAL, TOY, HostExperts
+from .models import REAL, TOY, HostExperts, Weights
 from .run_parts import ROOT, Context, Record
 
 _PEAK_BYTES = 1 << 30
@@ -201,7 +201,7 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
     device = make_device(context.device.type, LinkSettings(gbps=None))
     host = HostExperts()
 
-    def measured(layers: Sequence[LayerWeights], size: int, memory: str, pin_s: float | None = None) -> float:
+    def measured(layers: Sequence[Weights], size: int, memory: str, pin_s: float | None = None) -> float:
         rate = spread_of(_rates(expert, layers, size, device, context))
         share = rate["median"] / peak_gbps
         nbytes = sum(tensor.nbytes for tensor in layers[0].tensors)
@@ -228,7 +228,7 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
 
 
 def _loads_of_a_file(
-    layer: LayerWeights, batch: tuple[int, float | None], measured: Callable[..., float], device: Any, record: Record,
+    layer: Weights, batch: tuple[int, float | None], measured: Callable[..., float], device: Any, record: Record,
     shape: str,
 ) -> None:  # fmt: skip
     """From a file's pages, pinned where they are mapped and copied to huge pages, as the two values of `copies.pin`."""
@@ -257,7 +257,7 @@ def _loads_of_a_file(
                 (record.check if pin == "mapped" else record.goal)(what, share, ">=", limit)
 
 
-def _rates(expert: Any, layers: Sequence[LayerWeights], size: int, device: Any, context: Context) -> list[float]:
+def _rates(expert: Any, layers: Sequence[Weights], size: int, device: Any, context: Context) -> list[float]:
     """1e9 bytes per second of batches of `size` random experts of one layer."""
     size = min(size, expert.num_experts)
     nbytes = expert.nbytes(context.dtype.itemsize)
