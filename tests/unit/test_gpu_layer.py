@@ -207,8 +207,6 @@ def test_interpreted_forms_run_in_the_native_pass(name: str, slots: int, monkeyp
 
 # -- launches of a layer -----------------------------------------------------------------------------------------------
 
-KNOWN = [name for name in FORMS if TritonFormKernel.supports(expert_form(name, 256, 256), "silu")]
-
 
 class InstantStack(FormStack):
     """All experts resident, on `InstantGpu`; form: None: neurons."""
@@ -233,7 +231,7 @@ class InstantStack(FormStack):
         self.layers = self.layers_of(backend, Placer(self.cache), kernel, hooks, native)
 
 
-@pytest.mark.parametrize("name", ["neurons", *KNOWN])
+@pytest.mark.parametrize("name", ["neurons", *FORMS])
 def test_a_decode_layer_takes_at_most_six_launches(name: str) -> None:
     """Of the driver, by native code: the routing to the host, the table of experts, gate and up, down, the sum."""
     with instant_gpu() as gpu:
