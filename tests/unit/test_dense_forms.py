@@ -42,6 +42,7 @@ from tiermoe.kernels.forms import BLOCKS, FLOATS
 
 SMALL = {"vocab_size": 64, "num_experts": 2, "num_hidden_layers": 2}
 _RELEASES = ["RedHatAI/Qwen3-30B-A3B-FP8-dynamic", "QuantTrio/Qwen3-30B-A3B-AWQ"]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PUBLISHED = [name for name in FORMS if name not in FLOATS]
 
 
@@ -86,24 +87,26 @@ def test_modules_compute_what_those_on_the_dequantized_matrix_do(name: str) -> N
 @pytest.mark.parametrize("name", ["q4_k", "q8_0", "fp8_block", "int, 4 bits, order", "iq3_s", "mxfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_modules_of_a_gpu(name: str, dtype: torch.dtype) -> None:
-    """Interpreted: few rows by the kernel, many on a decoded matrix, whose weights are those of the reference."""
+    """Interpreted where there is none: few rows by the kernel, many on a decoded matrix of the reference's weights."""
     pytest.importorskip("triton")
     of = form(name, 40, 512)
     parts = random_parts(of, np.random.default_rng(1))
-    on_device = {part: bytes_of(torch.from_numpy(array), of.parts()[part][0]) for part, array in parts.items()}
+    on_device = {
+        part: bytes_of(torch.from_numpy(array), of.parts()[part][0]).to(DEVICE) for part, array in parts.items()
+    }
     matrix = DeviceMatrix(of, on_device, dtype)
     assert matrix.note == ""
-    values = torch.from_numpy(of.dequantize(parts)).to(dtype)
-    found, unit = matrix.rows(torch.arange(40).view(2, 20)), 0 if dtype == torch.float32 else 2.0**-7
+    values = torch.from_numpy(of.dequantize(parts)).to(DEVICE, dtype)
+    found, unit = matrix.rows(torch.arange(40, device=DEVICE).view(2, 20)), 0 if dtype == torch.float32 else 2.0**-7
     torch.testing.assert_close(found, values.view(2, 20, 512), rtol=unit, atol=0)  # the interpreter cuts off
-    model = Tied(40, 512).to(dtype)
+    model = Tied(40, 512).to(DEVICE, dtype)
     exchange(model, {"head.weight": matrix, "biased.weight": matrix})
-    assert model.head(torch.empty(0, 512, dtype=dtype)).shape == (0, 40)
+    assert model.head(torch.empty(0, 512, dtype=dtype, device=DEVICE)).shape == (0, 40)
     for rows in (1, 3, DECODE_ROWS + 1, SHORT_ROWS + 6):
-        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(DEVICE, dtype)
         wanted = x.double() @ values.double().t()
-        assert_near(model.head(x), wanted)
-        assert_near(model.biased(x[None])[0], wanted + model.biased.bias.detach().double())
+        assert_near(model.head(x), wanted.cpu())
+        assert_near(model.biased(x[None])[0], (wanted + model.biased.bias.detach().double()).cpu())
 
 
 def test_a_matrix_that_triton_cannot_run_is_dequantized_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
