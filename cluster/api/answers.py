@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ...actors.requests import TokenLogprob
 from ..detokenizer import TokenBytes
@@ -29,13 +29,15 @@ class Form(Protocol):
     Attributes:
         id_prefix: of the answer's id.
         whole, chunk: `object` of a whole answer and of a chunk.
-        reasoned: of each choice so far, how many tokens its reasoning took.
     """
 
     id_prefix: str
     whole: str
     chunk: str
-    reasoned: Sequence[int]
+
+    @property
+    def reasoned(self) -> Sequence[int]:
+        """Of each choice so far, how many tokens its reasoning took."""
 
     def opening(self, index: int) -> Json | None:
         """What a choice's stream begins with, before anything is generated."""
@@ -219,7 +221,7 @@ class CompletionForm:
     logprobs: bool
     id_prefix = "cmpl"
     whole = chunk = "text_completion"
-    reasoned = ()
+    reasoned: ClassVar[Sequence[int]] = ()
 
     def opening(self, index: int) -> None:
         return None
