@@ -19,6 +19,8 @@ _FORGET = 0.98  # of earlier tokens and steps, in counts and fits
 _AGE = 0.995  # the same, of steps without drafts
 _BEFORE = 4.0  # weight of what is thought before, in tokens and rows
 _SURE = 4  # match of a class that may pay, before any was measured
+_ASK, _READ = 0.2, 0.01  # of a step: thought of a head's forward, and of each token that it reads, before any ran
+_MANY_READ = 16  # tokens: less is a part of each forward
 _OUTLIER = 4.0  # of the prediction: longer steps were interrupted
 
 
@@ -193,6 +195,7 @@ class DraftPricing:
 
     def __post_init__(self) -> None:
         self._right, self._wrong = _Mean(), _Mean()  # experts that rows of drafts missed
+        self._ask, self._read = _Mean(), _Mean()  # seconds of a head, by request and by token
         self._rest = _Line()
         self._plain: dict[int, _Plain] = {}
         self._odds: dict[int, _Mean] = {}  # by class of match: accepted of tried tokens
@@ -213,19 +216,30 @@ class DraftPricing:
         """
         return self._best(proposals, room) if self._may(len(proposals)) else [0] * len(proposals)
 
-    def promises(self, requests: int) -> bool:
-        """Whether drafts of the best class that was measured would be chosen: else it is not worth to make them."""
+    def promises(self, requests: int, unread: int) -> bool:
+        """Whether drafts of the best class that was measured would be chosen: else a head is not asked for any.
+
+        Args:
+            unread: tokens that it would read first, of all requests. Their time is for the account alone.
+        """
+        if not self._may(requests):
+            return False
         best = max((1 << (size - 1) for size in self._odds), default=_SURE, key=self.odds)
-        likely = Proposal(self.most, max((best, _SURE), key=self.odds))
-        return self._may(requests) and any(self._best([likely] * requests, 1 << 16))
+        likely, rest_s = Proposal(self.most, max((best, _SURE), key=self.odds)), self._plain[requests].rest_s
+        asked_s = requests * self._ask.over(_ASK * rest_s)
+        read_s = unread * self._read.over(_READ * rest_s) if unread > _MANY_READ * requests else 0.0
+        return any(self._best([likely] * requests, 1 << 16, asked_s, read_s))
 
     def _may(self, requests: int) -> bool:
         """Whether steps of so many requests are known, and none is to be measured."""
         plain = self._plain.get(requests)
         return plain is not None and plain.steps >= _KNOWN and not self._pause and self._account is not None
 
-    def _best(self, proposals: Sequence[Proposal], room: int) -> list[int]:
-        requests, account = len(proposals), self._account or 0.0
+    def _best(
+        self, proposals: Sequence[Proposal], room: int, asked_s: float = 0.0, read_s: float = 0.0
+    ) -> list[int]:
+        """asked_s, read_s: of making them, which is still to come: each time, and now."""
+        requests, account = len(proposals), (self._account or 0.0) - asked_s - read_s
         counts, plain_s = [0] * requests, self._plain[requests].seconds
         gains = sorted(
             ((self.odds(proposal.match) ** place, request, place)
@@ -238,7 +252,7 @@ class DraftPricing:
             right += gain
             if self.most_lost_s(requests, number) > account:
                 break
-            if (rate := (requests + right) / self.seconds(requests, number, right)) > best:
+            if (rate := (requests + right) / (self.seconds(requests, number, right) + asked_s)) > best:
                 best, taken = rate, number
         for _, request, _ in gains[:taken]:
             counts[request] += 1
@@ -279,8 +293,8 @@ class DraftPricing:
 
     # -- what was measured ---------------------------------------------------------------------------------------------
 
-    def took(self, step: StepTime, verified: Sequence[Verified]) -> None:
-        """A step ended. verified: of each request."""
+    def took(self, step: StepTime, verified: Sequence[Verified], asked_s: float = 0.0) -> None:
+        """A step ended. verified: of each request. asked_s: seconds of a head in it."""
         requests, drafted = len(verified), sum(one.drafted for one in verified)
         self._waited_s += _DECAY * (step.waited_s - self._waited_s)
         self._missed += _DECAY * (step.missed - self._missed)
@@ -316,11 +330,17 @@ class DraftPricing:
         if not self._rest.weight:
             self._rest.add(1, self._rest_over(1))
             self._rest.add(8, self._rest_over(8))
-        self._rest.add(drafted, min(_OUTLIER, (step.seconds - step.waited_s) / max(plain.rest_s, 1e-9)))
+        rest_s = step.seconds - step.waited_s - asked_s
+        self._rest.add(drafted, min(_OUTLIER, max(0.0, rest_s / max(plain.rest_s, 1e-9))))
 
-    def spent(self, seconds: float, requests: int) -> None:
-        """Seconds that went into drafts of so many requests, of which none was chosen."""
-        if (plain := self._plain.get(requests)) is not None:
+    def asked(self, seconds: float, requests: int, unread: int, chosen: bool) -> None:
+        """A head took so long for drafts of so many requests, and read so many tokens. chosen: any of them was."""
+        plain = self._plain[requests]
+        if unread > _MANY_READ * requests:
+            self._read.add(max(0.0, seconds - requests * self._ask.over(_ASK * plain.rest_s)), unread)
+        else:
+            self._ask.add(seconds, requests)
+        if not chosen:
             self._add(-seconds, plain)
 
     def _took_plain(self, step: StepTime, plain: _Plain) -> None:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ...actors.requests import TokenLogprob
 from ..detokenizer import TokenBytes
@@ -221,7 +221,7 @@ class CompletionForm:
     logprobs: bool
     id_prefix = "cmpl"
     whole = chunk = "text_completion"
-    reasoned = ()
+    reasoned: ClassVar[Sequence[int]] = ()
 
     def opening(self, index: int) -> None:
         return None

@@ -181,6 +181,24 @@ def test_no_step_loses_more_than_the_account_has() -> None:
     assert tried
 
 
+@pytest.mark.parametrize(
+    ("unread", "account_s", "promised"),
+    [(1, 0.0034, False), (1, 0.0036, True), (300, 0.0316, False), (300, 0.0336, True)],
+)
+def test_a_head_is_asked_where_the_account_has_its_time(unread: int, account_s: float, promised: bool) -> None:
+    """A fifth of a step, and a hundredth for each token of a prompt; and what a wrong draft may cost."""
+    pricing = known(plain=RESIDENT)
+    pricing.absent, pricing._account = 0.0, account_s
+    assert pricing.promises(1, unread) is promised
+    for _ in range(8):
+        pricing.asked(0.009, 1, 1, True)
+    pricing._account = 0.1
+    assert not pricing.promises(1, 1)  # it takes nearly a step
+    assert pricing._account == 0.1
+    pricing.asked(0.009, 1, 1, False)
+    assert pricing._account == pytest.approx(0.091)
+
+
 def test_steps_without_drafts_are_measured_again_and_again() -> None:
     pricing = known()
     found = []
@@ -267,8 +285,11 @@ class Always(DraftPricing):
     def choose(self, proposals: Sequence[Proposal], room: int) -> list[int]:
         return [min(proposal.tokens, room // len(proposals)) for proposal in proposals]
 
-    def promises(self, requests: int) -> bool:
+    def promises(self, requests: int, unread: int) -> bool:
         return True
+
+    def asked(self, seconds: float, requests: int, unread: int, chosen: bool) -> None:
+        """No step without drafts is known."""
 
 
 class Guessing(NgramIndex):

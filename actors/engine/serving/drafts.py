@@ -82,7 +82,9 @@ class Drafter(NoDrafts):
 
     def give(self, asked: Sequence[tuple[str, int]], room: int) -> list[list[int]]:
         self._fed = {}
-        begun_s, heads = self._clock(), self._head is not None and self._pricing.promises(len(asked))
+        unread = 0 if self._head is None else sum(self._head.unread(name) for name, _ in asked)
+        heads = self._head is not None and self._pricing.promises(len(asked), unread)
+        begun_s = self._clock()
         found = [self._proposal(name, most, heads) for name, most in asked]
         self._asked_s = self._clock() - begun_s if heads else 0.0
         if any(tokens for tokens, _ in found):
@@ -91,6 +93,8 @@ class Drafter(NoDrafts):
             for (name, _), (tokens, match), count in zip(asked, found, counts, strict=True):
                 if count:
                     self._fed[name] = match, tokens[:count]
+        if heads:
+            self._pricing.asked(self._asked_s, len(asked), unread, bool(self._fed))
         return [self._fed.get(name, (0, []))[1] for name, _ in asked]
 
     def _proposal(self, name: str, room: int, heads: bool) -> tuple[list[int], int]:
@@ -169,8 +173,7 @@ class Drafter(NoDrafts):
             ]
         if not accepted and self._asked_s:  # for nothing
             step = step._replace(seconds=max(step.seconds - self._asked_s, step.waited_s))
-            self._pricing.spent(self._asked_s, len(names))
-        self._pricing.took(step, verified)
+        self._pricing.took(step, verified, self._asked_s)
         for name in [name for name in self._texts if not self._streams.is_open(name)]:
             del self._texts[name]
 

@@ -106,6 +106,11 @@ class HeadDrafts:
         cache.activate_past_recording()  # a window keeps what leaves it, until the drafts are taken back
         return cache
 
+    def unread(self, name: str) -> int:
+        """Tokens of a request that the head has not read."""
+        held = self._requests.get(name)
+        return 0 if held is None else held.count
+
     def propose(self, name: str, text: Sequence[int], most: int) -> tuple[list[int], int]:
         """Up to `most` tokens that may follow a request's text, and how sure the head is, as the length of a match."""
         held, last = self._requests.get(name), len(text) - 1
