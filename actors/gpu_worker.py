@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, ConfigError, NotServing, RuntimeFailure, StoreError, UnsupportedModelError
 from ..proto.peers import MATCHER, PeerLink, StoreLink
@@ -45,6 +45,21 @@ _LIBRARIES = (
     "transformers.models",
     "transformers.integrations.moe",
 )
+
+
+class _Loaded(NamedTuple):
+    """What a start has read from the store, for the engine and the batcher.
+
+    pinned: what of the store's memory is pinned (`PinReport`); None: nothing is. tables, low_bit: of replicas.
+    vocabulary: the text of tokenizer.json, for grammars. notes: for the plan.
+    """
+
+    pinned: Any
+    tables: Any
+    low_bit: Any
+    artifacts: Any
+    vocabulary: Any
+    notes: list[str]
 
 
 class GpuWorker:
@@ -119,23 +134,15 @@ class GpuWorker:
         import torch
 
         from .engine.cache.device import CpuDevice, settle_budget
-        from .engine.cache.low_bits import open_replica_weights
-        from .engine.cache.sources import open_sources
-        from .engine.dense.compile import CompiledDense
         from .engine.describe import describe
-        from .engine.engine import ExpertEngine, PeerLinks
-        from .engine.make_cache import ModelExperts, make_tier
         from .engine.make_device import make_device
-        from .engine.model.architecture import left_out
         from .engine.model.attention import attention_of_steps
-        from .engine.model.model import build_model, compute_dtype, experts_per_token, find_blocks
-        from .engine.model.mtp import build_head
-        from .store.artifacts import read_policy_artifacts
+        from .engine.model.model import compute_dtype
 
         self._begin("loading weights")
         self._watch = FileWatch()
-        settings, manifest = self._settings, self._view.manifest
-        check_combination(settings, manifest.expert_form)
+        settings = self._settings
+        check_combination(settings, self._view.manifest.expert_form)
         torch.set_num_threads(settings.threads)
         mapped = settings.budget.mapped
         device = CpuDevice(settings.link, "real") if mapped else make_device(settings.device, settings.link)
@@ -145,59 +152,84 @@ class GpuWorker:
             settings.attention, settings.compile, settings.kv.batching, device.torch_device
         )
         settings = settle_budget(settings, device)
-        self._sources = open_sources(self._view, self._stores, settings.store)
-        if settings.host_bytes is not None and not mapped:
-            stored = ModelExperts(manifest.experts, self._sources.weights, dtype, 1, manifest.published)
-            self._sources.read_into(make_tier(settings, stored))
-        pinned = None if self._sources.tier is not None else self._sources.pin(device, settings.copies)
-        tables, low_bit = None, None
-        with dense_folder(self._view, self._stores, settings.store) as folder:
-            here = folder == Path(self._view.path)  # else a temporary copy
-            self._model = build_model(
-                folder, manifest, dtype, device.torch_device, attention, self._view.dense if here else None
-            )
-            if settings.policy.replica_widths or settings.policy.needs_popularity:
-                fetched = bool(self._stores) and not self._view.layers
-                replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
-                if settings.policy.low_bit is not None:
-                    low_bit, pinned = open_replica_weights(settings.policy, replicas, fetched=fetched).pinned_by(
-                        device, settings.copies, pinned
-                    )
-                else:
-                    tables = None if replicas is None else read_tables(replicas)
-            artifacts = read_policy_artifacts(settings.policy, folder, manifest)
-            vocabulary, no_grammars = _vocabulary_of(folder)
-            no_towers = left_out(folder)
-            if settings.drafts.kind in ("auto", "mtp"):
-                self._head = build_head(folder, self._model, device.torch_device)
-        blocks = find_blocks(self._model, manifest)
+        loaded = self._load(settings, dtype, attention)
         self._begin("probing")
-        model = ModelExperts(
-            manifest.experts, self._sources.weights, dtype, experts_per_token(self._model.config), manifest.published,
-            low_bit, mapped,
-        )  # fmt: skip
-        links = PeerLinks(self._ndp, self._shards, self._matcher_link())
-        self._engine = ExpertEngine(settings, model, blocks, device, links, artifacts, tables)
-        self._engine.notes += no_grammars + no_towers
-        if self._engine.prefetching is not None:
-            self._engine.prefetching.watch_embeddings(self._model)
-        experts = [block.experts for block in blocks]
-        self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
-        self._batcher = make_batcher(
-            self._model, settings.kv, self._engine, attention, vocabulary, self._shared_memory(),
-            settings.attention,
-        )  # fmt: skip
-        if recorded:
-            self._engine.notes += _record(self._model, self._batcher, settings.kv)
-        self._engine.notes += self._draft() + self._dense.settle()
+        self._make_engine(settings, dtype, loaded)
+        self._make_batcher(settings, attention, recorded, loaded.vocabulary)
         self._begin_serving(settings)
-        plan = describe(settings, self._view, self._engine, self._batcher, self._model, pinned, self._head)
+        plan = describe(settings, self._view, self._engine, self._batcher, self._model, loaded.pinned, self._head)
         plan["stores"] = self._sources.describe()
         self._begin("serving")
         plan["start_s"] = dict(self._stages_s)
         self._batcher.streams.out_of_memory = _end_process
         self._plan, self._refusal = plan, None  # from now on it serves
         return plan
+
+    def _load(self, settings: EngineSettings, dtype: Any, attention: Attention) -> _Loaded:
+        """Open the experts of all nodes, and load the model's other weights and what the policy needs.
+
+        attention: of the model's steps.
+        """
+        from .engine.cache.low_bits import open_replica_weights
+        from .engine.cache.sources import open_sources
+        from .engine.make_cache import host_experts
+        from .engine.model.architecture import left_out
+        from .engine.model.model import build_model
+        from .engine.model.mtp import build_head
+        from .store.artifacts import read_policy_artifacts
+
+        view, manifest, policy = self._view, self._view.manifest, settings.policy
+        device, on = self._device, self._device.torch_device
+        self._sources = open_sources(view, self._stores, settings.store)
+        pinned = host_experts(self._sources, manifest, settings, device, dtype)
+        tables, low_bit = None, None
+        with dense_folder(view, self._stores, settings.store) as folder:
+            here = folder == Path(view.path)  # else a temporary copy
+            self._model = build_model(folder, manifest, dtype, on, attention, view.dense if here else None)
+            if policy.replica_widths or policy.needs_popularity:
+                fetched = bool(self._stores) and not view.layers
+                replicas = describe_replicas(folder, verify="stamp", tables_only=fetched)
+                if policy.low_bit is not None:
+                    low_bit, pinned = open_replica_weights(policy, replicas, fetched=fetched).pinned_by(
+                        device, settings.copies, pinned
+                    )
+                else:
+                    tables = None if replicas is None else read_tables(replicas)
+            artifacts = read_policy_artifacts(policy, folder, manifest)
+            vocabulary, no_grammars = _vocabulary_of(folder)
+            if settings.drafts.kind in ("auto", "mtp"):
+                self._head = build_head(folder, self._model, on)
+            return _Loaded(pinned, tables, low_bit, artifacts, vocabulary, no_grammars + left_out(folder))
+
+    def _make_engine(self, settings: EngineSettings, dtype: Any, loaded: _Loaded) -> None:
+        """Give the model's MoE layers their engine, and compile its dense parts."""
+        from .engine.dense.compile import CompiledDense
+        from .engine.engine import ExpertEngine, PeerLinks
+        from .engine.make_cache import ModelExperts
+        from .engine.model.model import experts_per_token, find_blocks
+
+        manifest = self._view.manifest
+        blocks = find_blocks(self._model, manifest)
+        model = ModelExperts(
+            manifest.experts, self._sources.weights, dtype, experts_per_token(self._model.config), manifest.published,
+            loaded.low_bit, settings.budget.mapped,
+        )  # fmt: skip
+        links = PeerLinks(self._ndp, self._shards, self._matcher_link())
+        self._engine = ExpertEngine(settings, model, blocks, self._device, links, loaded.artifacts, loaded.tables)
+        self._engine.notes += loaded.notes
+        if self._engine.prefetching is not None:
+            self._engine.prefetching.watch_embeddings(self._model)
+        experts = [block.experts for block in blocks]
+        self._dense = CompiledDense(self._model, experts, settings.compile, threads=settings.threads)
+
+    def _make_batcher(self, settings: EngineSettings, attention: Attention, recorded: bool, vocabulary: Any) -> None:
+        """Batch requests. attention: of the model's steps. recorded: decode steps become CUDA graphs."""
+        self._batcher = make_batcher(
+            self._model, settings.kv, self._engine, attention, vocabulary, self._shared_memory(), settings.attention
+        )
+        if recorded:
+            self._engine.notes += _record(self._model, self._batcher, settings.kv)
+        self._engine.notes += self._draft() + self._dense.settle()
 
     def _begin_serving(self, settings: EngineSettings) -> None:
         """Forget what the start's own requests left, and begin with what earlier runs learned."""
@@ -388,10 +420,7 @@ class GpuWorker:
 
     def stats(self) -> Any:
         """Counters since the last reset (`EngineStats`)."""
-        found, tier = self._engine.stats(), self._sources.tier
-        if tier is not None:
-            found.host_memory = tier.cache.live_stats().host_memory
-        return found
+        return self._sources.count_in(self._engine.stats())
 
     def shard_stats(self) -> list[dict[str, Any]]:
         """Counters of every GPU, the lead's first: totals over layers, slots and bytes.
@@ -401,7 +430,7 @@ class GpuWorker:
         from .engine.peers.shards import account
 
         others = self._engine.shards.reports() if self._engine.shards is not None else []
-        own = {"shard": "shard/0", "state": "serving"} | account(self._engine.stats())
+        own = {"shard": "shard/0", "state": "serving"} | account(self.stats())
         # a health report has no null: before anything ran, it has no rate
         return [{"hit_rate": None} | part if "hits" in part else part for part in (own, *others)]
 
@@ -418,7 +447,7 @@ class GpuWorker:
         peers = {name: peer.traffic() for name, peer in engine.peers.items()} | self._sources.reads()
         if engine.matcher is not None:
             peers[MATCHER] = engine.matcher.traffic()
-        return take_sample(engine.stats().counters() | own, peers)
+        return take_sample(self.stats().counters() | own, peers)
 
     def matcher_stats(self) -> dict[str, Any] | None:
         """Counters of the matcher since its start, and of the connection; None: the policy uses no matcher."""

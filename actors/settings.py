@@ -360,8 +360,8 @@ class EngineSettings(EngineOptions):
     policy: PolicySettings
     budget: Budget = Field(description="expert memory of each GPU")
     host_bytes: int | None = Field(
-        default=None, ge=1, description="host memory for experts of a store that is larger, which are read from the "
-        "disk past the page cache; None: the store is mapped",
+        default=None, ge=1, description="host memory of the lead, and of each shard, for experts of a store that is "
+        "larger, which are read from the disk past the page cache; None: the store is mapped",
     )  # fmt: skip
     threads: int = Field(default=1, ge=1, description="torch intra-op threads of the worker")
     shards: ShardSettings = ShardSettings()

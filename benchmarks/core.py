@@ -26,7 +26,6 @@ from tiermoe.cluster.simulate.hit_rates import serve
 from tiermoe.cluster.simulate.machine import load_machine
 from tiermoe.cluster.simulate.recorded import RecordedForward
 from tiermoe.cluster.simulate.trace import Trace
-from tiermoe.kernels import _cpu
 
 from .cases import Core
 
@@ -103,7 +102,7 @@ def _random(kind: str, layers: int, experts: int) -> tuple[float, float]:
     link = _core.VirtualLink(clock, lambda nbytes: 0.0, 0.0)
     layout = _core.Layout(layers, experts, 1, [], [slots], [], [1] * keys, False, slots)
     decides = _core.Core(layout, link, order, _core.Governor(0.0), False)
-    run = _core.VirtualRun(decides, link, clock, _cpu.table(), 1e-6, 0.0, 1.0, 0.0, 0.0, 1)
+    run = _core.VirtualRun(decides, link, clock, 1e-6, 0.0, 1.0, 0.0, 0.0, 1)
     rng = np.random.default_rng(0)
 
     forwards = [

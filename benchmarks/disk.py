@@ -6,10 +6,12 @@ starts with a cold page cache.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -33,6 +35,7 @@ _SLACK = 96 << 20  # of the control group: libraries' pages, and what Python all
 _REMEDY = "run it as root, or in a delegated group"
 _GROUPS = Path("/sys/fs/cgroup")
 _BUFFERS = 32 << 20  # of the readers, rounded up
+_LEAVE_S = 10.0  # for a process that was ended
 
 
 def disk(options: Disk, progress: Progress | None) -> Report:
@@ -101,7 +104,21 @@ def _group(limit: int) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be limited ({error})", _REMEDY) from error
     finally:
-        folder.rmdir()
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """A control group whose processes have ended, which the kernel takes out of it a moment later."""
+    until_s = time.monotonic() + _LEAVE_S
+    while True:
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def _forget(file: Path) -> None:

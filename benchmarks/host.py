@@ -200,8 +200,8 @@ def _beside_gpu(
                     spreads.append({"preset": column, "batch": batch, **spread})
     what = "microseconds of the host in a layer, launching included"
     report = _told(report, columns, spreads, LIMITS_GPU_US, what)
-    for name, column in columns.items():
-        if (launches := column.get((1, "layer", "launches, number"))) is not None and name.startswith("all-resident"):
+    for name, times in columns.items():
+        if (launches := times.get((1, "layer", "launches, number"))) is not None and name.startswith("all-resident"):
             report.bars.append(Bar(f"launches of a decode layer, {name}", launches, "<=", LAUNCHES))
     return report
 

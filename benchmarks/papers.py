@@ -483,7 +483,7 @@ def _experiment(name: str, quick: bool) -> Experiment:
     return quick_of(experiment) if quick else experiment
 
 
-def run_paper(name: str, quick: bool, folder: Path | None, progress: Progress | None = None) -> Report:
+def run_paper(name: str, quick: bool, folder: Path | None) -> Report:
     """Run a paper's experiment, or resume it; writes its page and data into a folder, if there is one.
 
     Raises:
@@ -491,7 +491,7 @@ def run_paper(name: str, quick: bool, folder: Path | None, progress: Progress | 
     """
     experiment = _experiment(name, quick)
     out = None if folder is None else folder / f"{experiment.name}.json"
-    report, journal = run_experiment(experiment, out=out, progress=progress)
+    report, journal = run_experiment(experiment, out=out)
     if folder is not None:
         write_folder(experiment, report.as_dict(), folder)
     journal.discard()

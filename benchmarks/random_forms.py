@@ -41,9 +41,9 @@ def random_parts(form: MatrixForm, rng: np.random.Generator, size: float = 0.05)
             scales = rng.uniform(0.2, 1, (len(blocks), 1)) * size / 64
             blocks[:, at : at + 2] = scales.astype(np.float16).view(np.uint8)
         if form.kind == "iq1_m":  # a float16 in the upper four bits of four words
-            scales = (rng.uniform(0.2, 1, len(blocks)) * size / 64).astype(np.float16).view(np.uint16)
+            bits = (rng.uniform(0.2, 1, len(blocks)) * size / 64).astype(np.float16).view(np.uint16)
             for at in range(4):
-                blocks[:, 49 + 2 * at] = blocks[:, 49 + 2 * at] & 15 | (scales >> 4 * at & 15) << 4
+                blocks[:, 49 + 2 * at] = blocks[:, 49 + 2 * at] & 15 | (bits >> 4 * at & 15) << 4
         elif not places:
             blocks[:, 0] = rng.integers(118, 124, len(blocks))
     return parts

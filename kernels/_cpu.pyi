@@ -3,11 +3,9 @@ CPU kernels (kernels/cpu). Buffers are given by address, which the modules of `t
 """
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import numpy
 import numpy.typing
-from numpy.typing import NDArray
 from typing_extensions import CapsuleType
 
 
@@ -87,48 +85,6 @@ def dense_layers(program: Program, segment: int, layers: Sequence[CapsuleType], 
     by the thread's CPU time. Raises ValueError: there is no such segment.
     """
 
-def importance(layers: int, experts: int, window: int, top_k: int, alpha: float, powers: int, values: int, picked: int, seen: int, predicted: int, resident: int, stamp: int) -> CapsuleType:
-    """
-    The state of ActiveEvict's eviction, of the addresses of its arrays, as in importance.hpp.
-
-    The caller keeps them alive.
-    """
-
-def importance_saw(state: CapsuleType, layer: int, ids: numpy.typing.NDArray[numpy.int64]) -> None:
-    """
-    Count a layer's routing. Raises ValueError: no such layer or expert, or rows of another width.
-    """
-
-def importance_target(state: CapsuleType, layer: int, logits: numpy.typing.NDArray[numpy.float32], held: numpy.typing.NDArray[numpy.uint8 | numpy.bool], tau: float, most: int) -> int:
-    """
-    Predict a layer; its release target in slots. Raises ValueError: no such layer, no rows, or other experts.
-    """
-
-def importance_lowest(state: CapsuleType, count: int) -> list[int]:
-    """The least important residents."""
-
-def importance_release(state: CapsuleType, seen: int, ids: numpy.typing.NDArray[numpy.int64], layer: int, logits: numpy.typing.NDArray[numpy.float32], states: numpy.typing.NDArray[numpy.uint8 | numpy.bool], evictable: numpy.typing.NDArray[numpy.uint8 | numpy.bool], free: int, tau: float, most: int) -> list[int]:
-    """
-    The residents that make room for a layer. Raises ValueError: as `importance_saw` and `importance_target`.
-    """
-
-def misses_fit(ids: numpy.typing.NDArray[numpy.int64], present: numpy.typing.NDArray[numpy.uint8 | numpy.bool], vacant: int) -> bool:
-    """
-    Whether all missing experts of a routing fit. Raises ValueError: there is no such expert.
-    """
-
-def budget_top_k(ids: numpy.typing.NDArray[numpy.int64], weights: numpy.typing.NDArray[numpy.float32], top_k: int, present: numpy.typing.NDArray[numpy.uint8 | numpy.bool], vacant: int, min_top_k: int, renormalise: bool, ids_out: numpy.typing.NDArray[numpy.int64], weights_out: numpy.typing.NDArray[numpy.float32]) -> int:
-    """
-    The number of dropped pairs. Raises ValueError: no such expert, or other pairs.
-    """
-
-def expect_map(probabilities: numpy.typing.NDArray[numpy.float64], keys: numpy.typing.NDArray[numpy.int32], priorities: numpy.typing.NDArray[numpy.float32], now: int, experts: int, told: numpy.typing.NDArray[numpy.int64]) -> None:
-    """
-    Sets the probabilities of those keys that there are; what is told of their layers [L] changes.
-
-    Raises ValueError: lengths differ.
-    """
-
 def instruction_sets() -> tuple[str, ...]:
     """
     What this processor can run, best first: "avx512" (with VNNI), "avx2", "portable".
@@ -192,28 +148,4 @@ def form_experts(threads: Pool, set_number: int, activation: int, layer: FormExp
 def form_linear(threads: Pool, set_number: int, matrix: Sequence[int], x: numpy.typing.NDArray[numpy.float32], out: numpy.typing.NDArray[numpy.float32]) -> None:
     """
     Raises ValueError: an array of another shape, type or layout; a number or an order out of range.
-    """
-
-def rank_by_votes(scores: Annotated[NDArray, dict(device='cpu', writable=False)], top: int, base: int) -> list[int]:
-    """
-    `predicted_experts` of scores [T, E], float32 or float64, with `base` added to each.
-    """
-
-def rank_by_score(scores: Annotated[NDArray, dict(device='cpu', writable=False)], top: int, base: int) -> tuple[list[int], list[float]]:
-    """
-    `by_score` of scores [T, E], float32 or float64: experts with `base` added, and their highest scores.
-    """
-
-def replaceable(ids: numpy.typing.NDArray[numpy.int64], resident: numpy.typing.NDArray[numpy.uint8 | numpy.bool], beta: float, shard_of: numpy.typing.NDArray[numpy.int64] | None, shards: int, out: numpy.typing.NDArray[numpy.uint8 | numpy.bool]) -> None:
-    """
-    The distribution gate of BuddyMoE (`kernels.substitute`).
-
-    Raises ValueError: an array is of another kind or size, or an expert or shard does not exist.
-    """
-
-def substitute(ids: numpy.typing.NDArray[numpy.int64], weights: numpy.typing.NDArray[numpy.float32], probabilities: numpy.typing.NDArray[numpy.float32] | None, replace: numpy.typing.NDArray[numpy.uint8 | numpy.bool], reach: numpy.typing.NDArray[numpy.float32], buddies: numpy.typing.NDArray[numpy.int32], similarity: numpy.typing.NDArray[numpy.float32], out_ids: numpy.typing.NDArray[numpy.int64], out_weights: numpy.typing.NDArray[numpy.float32], numbers: tuple[int, int, int, int, int, int, float, float, float, float, float, float, bool, bool, bool]) -> tuple[int, int]:
-    """
-    Algorithm 1 of BuddyMoE (`kernels.substitute`): pairs replaced and left out.
-
-    Raises ValueError: as `replaceable`, or what is needed is None.
     """

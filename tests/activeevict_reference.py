@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.prefetch import predicted_experts
+from tiermoe.actors.core import _core
+from tiermoe.actors.policies import activeevict
 from tiermoe.actors.policies.routing import drop_pairs, softmax
 
 Floats = NDArray[np.float64]
@@ -81,21 +82,35 @@ class ImportanceState:
         self.predicted[layer] = predicted_distribution(logits)
         return PreEviction(self._top_k, threshold, most).slots(logits, self.predicted[layer], held)
 
-    def release(
-        self, seen: int, ids: NDArray[np.int64], layer: int, logits: NDArray[np.floating],
-        states: NDArray[np.uint8], evictable: NDArray[np.uint8], free: int, threshold: float, most: int,
-    ) -> list[int]:  # fmt: skip
-        self.saw(seen, ids)
-        experts = self.values.shape[1]
-        held = states[layer * experts : (layer + 1) * experts] != 0
-        slots = self.target(layer, logits, held, threshold, most)
-        found = [key for key in self.lowest(len(self.resident)) if evictable[key]]
-        return found[: max(0, slots - free)]
-
     def lowest(self, count: int) -> list[int]:
         scores = importance(self.values, self.predicted, self.resident, self._alpha)
         keys = self.resident.nonzero()[0]
         return keys[np.lexsort((self.stamp[keys], scores[keys]))[:count]].tolist()
+
+
+class NativeState:
+    """The native state with the methods of `ImportanceState`, by what `_core.PreEviction` does with it."""
+
+    def __init__(self, of: activeevict.ImportanceState) -> None:
+        self._of = of
+        self.values, self.predicted = of.values, of.predicted
+
+    def saw(self, layer: int, ids: NDArray[np.int64]) -> None:
+        states = np.zeros(len(self._of.resident), np.uint8)
+        _core.PreEviction(self._of.native, 0.0, 0).slots(layer, ids, None, None, states)
+
+    def target(
+        self, layer: int, logits: NDArray[np.floating], held: NDArray[np.bool_], threshold: float, most: int
+    ) -> int:
+        native, none = _core.PreEviction(self._of.native, threshold, most), np.empty((0, self._of.top_k), np.int64)
+        layers, experts = self.values.shape
+        states = np.zeros(layers * experts, np.uint8)
+        states[layer * experts : (layer + 1) * experts] = held
+        logits = np.ascontiguousarray(logits, np.float32)
+        if layer:
+            return native.slots(layer - 1, none, None, logits, states)
+        native.slots(0, none, logits, None, states)  # which the last layer goes by
+        return native.slots(layers - 1, none, None, None, states)
 
 
 def importance(values: Floats, predicted: Floats, residents: NDArray[np.bool_], alpha: float) -> Floats:
@@ -234,7 +249,8 @@ class PreEviction:
             logits: as for `predicted_distribution` [T, E]. predicted: what that gave [E].
             held: experts of the layer that have a slot [E].
         """
-        width = self.top_k if len(logits) == 1 else len(predicted_experts(logits, self.top_k))
+        picked = np.argsort(-logits, axis=1, kind="stable")[:, : self.top_k]
+        width = self.top_k if len(logits) == 1 else len(np.unique(picked))
         return self.target_for(width, predicted, held)
 
     def slots(self, logits: NDArray[np.floating], predicted: Floats, held: NDArray[np.bool_]) -> int:

@@ -1,4 +1,4 @@
-"""Algorithm 1 of BuddyMoE with its gates, sequential: `kernels/cpu/substitute.cpp` gives the same to the last bit.
+"""BuddyMoE's rule for misses, plain: `core/rules.cpp` and `kernels/cpu/substitute.cpp` give the same to the last bit.
 
 Logarithms and exponentials use only additions, multiplications and divisions of doubles, which IEEE 754 rounds alike
 everywhere; the `log` of libraries differs.
@@ -7,12 +7,15 @@ everywhere; the `log` of libraries differs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.buddymoe.substitution import Buddies, SubstitutionOptions
+from tiermoe.actors.policies.buddymoe.substitution import AdaptiveBeta, Buddies, SubstitutionOptions
+from tiermoe.actors.policies.routing import Rerouted, RerouteView
 
 # 2 atanh(x) = 2 (x + x^3/3 + ...): here |x| <= (sqrt 2 - 1) / (sqrt 2 + 1), and the next term is under 1e-14
 LOG_TERMS = tuple(1.0 / (2 * i + 1) for i in range(8))
@@ -129,16 +132,6 @@ def replaceable(
     return missing
 
 
-@dataclass(frozen=True, slots=True)
-class Substituted:
-    """ids [T, K] int64 and weights [T, K] float32 after replacement; numbers of replaced and of dropped pairs."""
-
-    ids: Ids
-    weights: Floats
-    substituted: int
-    dropped: int
-
-
 def substitute(
     ids: Ids,
     weights: Floats,
@@ -148,7 +141,7 @@ def substitute(
     buddies: Buddies,
     options: SubstitutionOptions,
     tau: float | None = None,
-) -> Substituted:
+) -> Rerouted:
     """Algorithm 1, token by token and slot by slot, O(T * K * H) in Python.
 
     A dropped pair gets weight 0 and the expert of the token's first remaining pair, so nothing is loaded for it. A
@@ -175,7 +168,7 @@ def substitute(
             _reweight(ids[t], weights[t], row, dict(replaced), left_out, options)
             substituted += len(replaced)
             dropped += len(left_out)
-    return Substituted(ids, weights, substituted, dropped)
+    return Rerouted(ids, weights, substituted, dropped)
 
 
 def _token(
@@ -236,3 +229,98 @@ def _reweight(
     if options.renormalise and (by_buddy or left_out) and after > 0:
         values = values * before / after
     weights[:] = values
+
+
+def reach(resident: Mask, kappa: float, hop: NDArray[np.integer] | Mask | None = None) -> Floats:
+    """The last factor of equation 3 [E]: max(0, 1 - kappa * hop); 0 for an expert that is not resident.
+
+    Args:
+        resident: on the shard that computes it [E].
+        hop: from the lead, where the rows are, to that shard: 0 for the lead, else 1 [E]; None: there is one shard.
+    """
+    if hop is None:
+        return resident.astype(np.float32)
+    return np.where(resident, np.maximum(1.0 - kappa * hop, 0.0), 0.0).astype(np.float32)
+
+
+def missing_shares(ids: Ids, resident: Mask, shard_of: Ids | None = None, shards: int = 1) -> list[tuple[float, int]]:
+    """delta of equation 2 and the number of distinct missing experts of each shard [G]; (0, 0) without a request."""
+    requested, found = np.unique(ids), []
+    for shard in range(shards):
+        own = requested if shard_of is None else requested[shard_of[requested] == shard]
+        absent = int((~resident[own]).sum())
+        found.append((absent / len(own) if len(own) else 0.0, absent))
+    return found
+
+
+@dataclass
+class Beta:
+    """`AdaptiveBeta` of one layer. State: (delta, n) of the last calls."""
+
+    of: AdaptiveBeta
+    calls: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def saw(self, delta: float, missing: int) -> None:
+        """A call: share and number of missing experts, before replacement."""
+        self.calls.append((delta, missing))
+        if len(self.calls) > self.of.window:
+            self.calls.popleft()
+
+    def beta(self, link_bytes_per_s: float) -> float:
+        """For the next call; over 1 (replace always) where even a call whose experts all miss exceeds the budget."""
+        allowed = self.of.budget_s * link_bytes_per_s * len(self.calls)
+        cost, least = 0.0, math.nextafter(1.0, 2.0)
+        missing_at: dict[float, int] = {}
+        for delta, missing in self.calls:
+            missing_at[delta] = missing_at.get(delta, 0) + missing
+        for delta in sorted(missing_at, reverse=True):
+            cost += missing_at[delta] * self.of.expert_bytes
+            if cost > allowed:
+                return least
+            least = delta
+        return 0.0
+
+
+class MissRule:
+    """The gates in their order before Algorithm 1; arguments as of `buddymoe.MissRule`."""
+
+    def __init__(
+        self, buddies: Sequence[Buddies], options: SubstitutionOptions, taus: Sequence[float] | None = None,
+        beta: float | None = None, adaptive: AdaptiveBeta | None = None,
+        draw: Callable[[int], Floats] | None = None,
+    ) -> None:  # fmt: skip
+        self._buddies, self._options, self._taus, self._beta, self._draw = buddies, options, taus, beta, draw
+        self._betas = None if adaptive is None else [Beta(adaptive) for _ in buddies]
+        self._full, self._emptied = np.zeros(len(buddies), bool), 0
+        self.link_bytes_per_s = 0.0
+
+    def reroute(
+        self, layer: int, ids: Ids, weights: Floats, probabilities: Floats | None, view: RerouteView
+    ) -> Rerouted:
+        here, shard_of, options = view.available, view.shard_of, self._options
+        if view.emptied != self._emptied:
+            self._emptied, self._full[:] = view.emptied, False
+        if not self._full[layer]:
+            self._full[layer] = view.vacant == 0
+            if view.vacant and shard_of is None:
+                return Rerouted(ids, weights)
+        filling = np.array([False]) if view.filling is None else view.filling.copy()
+        filling[0] = not self._full[layer]
+        beta = self._beta
+        if self._betas is not None:
+            beta = self._betas[layer].beta(self.link_bytes_per_s)
+            for (delta, missing), fills in zip(missing_shares(ids, here, shard_of, len(filling)), filling, strict=True):
+                if not fills:
+                    self._betas[layer].saw(delta, missing)
+        if here[ids].all():
+            return Rerouted(ids, weights)
+        replace = replaceable(ids, here, beta, shard_of)
+        if shard_of is not None:
+            replace &= ~filling[shard_of]
+        if not replace.any():
+            return Rerouted(ids, weights)
+        if self._draw is not None:
+            probabilities = self._draw(len(ids) * len(here)).reshape(len(ids), len(here))
+        near = reach(here, options.kappa, None if shard_of is None else shard_of > 0)
+        tau = None if self._taus is None else self._taus[layer]
+        return substitute(ids, weights, probabilities, replace, near, self._buddies[layer], options, tau)

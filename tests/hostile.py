@@ -29,18 +29,6 @@ def refused(kind: type[Exception] = ValueError) -> Iterator[None]:
     raise AssertionError(f"no {kind.__name__}")
 
 
-def keys(cpu: Any) -> None:
-    """States of more experts than there can be."""
-    numbers = array("q", bytes(512))
-    for number, experts in ((HALF, HALF), (HUGE, 4), (-1, 4), (4, -1)):
-        for window, top_k in ((1, 1), (HALF, HALF), (0, 1), (1, 0), (-1, 1), (1, -1)):
-            with refused():
-                cpu.importance(number, experts, window, top_k, 0.5, *[at(numbers)] * 7)
-    for window, top_k in ((HALF, HALF), (0, 1), (1, 0), (-1, 1)):
-        with refused():
-            cpu.importance(1, 4, window, top_k, 0.5, *[at(numbers)] * 7)
-
-
 def rows(cpu: Any) -> None:
     """Rows of more numbers than a buffer can have."""
     numbers = array("f", [3.0, 1.0, 2.0, 0.0])
@@ -71,22 +59,7 @@ def rows(cpu: Any) -> None:
         cpu.form_layer(-1, 4, [])
 
 
-def ranks(cpu: Any) -> None:
-    """Scores of other shapes, and of none."""
-    scores = memoryview(array("f", [3.0, 1.0, 2.0, 0.0])).cast("B").cast("f", (2, 2))
-    assert cpu.rank_by_votes(scores, 1, 10) == [10]
-    assert cpu.rank_by_votes(scores, HUGE, 0) == [0, 1]
-    assert cpu.rank_by_score(scores, HUGE, 0) == ([0, 1], [3.0, 1.0])
-    for top in (0, -1):
-        with refused():
-            cpu.rank_by_votes(scores, top, 0)
-    with refused():
-        cpu.rank_by_votes(array("f", [1.0]), 1, 0)
-    with refused(TypeError):
-        cpu.rank_by_votes(None, 1, 0)
-
-
-CASES: dict[str, Callable[[Any], None]] = {"keys": keys, "rows": rows, "ranks": ranks}
+CASES: dict[str, Callable[[Any], None]] = {"rows": rows}
 
 
 def main() -> None:

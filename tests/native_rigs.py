@@ -22,8 +22,7 @@ from tiermoe.actors.engine.dispatch import DeviceBackend
 from tiermoe.actors.engine.executors import executor_of
 from tiermoe.actors.engine.hooks import Hooks
 from tiermoe.actors.engine.host_view import HostViews
-from tiermoe.actors.engine.layer import MoeLayer
-from tiermoe.actors.engine.passes import Shared
+from tiermoe.actors.engine.layer import MoeLayer, Shared
 from tiermoe.actors.engine.placer import Placer
 from tiermoe.actors.engine.prefetching import RouterPrefetching
 from tiermoe.actors.engine.split import Configuring, Step
@@ -121,12 +120,11 @@ class Stack:
         self, backend: DeviceBackend, placer: Placer, kernel: ExpertKernel, hooks: Hooks, native: bool = True
     ) -> list[MoeLayer]:
         """Layers on this cache, with native kernels or Python's."""
-        shared = Shared(LAYERS - 1)
+        shared = Shared(self.cache, backend, placer, hooks, LAYERS - 1)
         shared.at_end += [hook.ended for hook in hooks.ahead if isinstance(hook, RouterPrefetching)]
         make = executor_of if native else None
         return [
-            MoeLayer(i, EXPERTS, self.cache, backend, placer, kernel, hooks=hooks, shared=shared, make=make)
-            for i in range(LAYERS)
+            MoeLayer(i, EXPERTS, shared, kernel, make=make) for i in range(LAYERS)
         ]
 
     def settle(self) -> None:

@@ -41,9 +41,6 @@ class Link:
 class VirtualLink(Link):
     def __init__(self, clock: Clock, copy_s: Callable[[int], float], late_s: float) -> None: ...
 
-    def busy_until(self) -> float | None:
-        """When the copy under way ends; None: the link is idle."""
-
     def busy_s(self) -> float:
         """Seconds for which copies have been under way, up to now."""
 
@@ -88,6 +85,73 @@ class DiskLink(Link):
     def counts(self) -> tuple:
         """Bytes read, in how many pieces, and the seconds of the longest."""
 
+class Rule:
+    """Changes a layer's routing before it is planned (rules.hpp)."""
+
+    def keeps(self, ids: numpy.typing.NDArray[numpy.int64], here: numpy.typing.NDArray[numpy.uint8 | numpy.bool], vacant: int) -> bool:
+        """
+        Whether it is known without weights and probabilities that nothing changes.
+        """
+
+    def reroute(self, layer: int, ids: numpy.typing.NDArray[numpy.int64], weights: numpy.typing.NDArray[numpy.float32], probabilities: numpy.typing.NDArray[numpy.float32] | None, here: numpy.typing.NDArray[numpy.uint8 | numpy.bool], vacant: int, emptied: int, shard_of: numpy.typing.NDArray[numpy.int64] | None = None, filling: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None = None) -> tuple[Annotated[NDArray[numpy.int64], dict(shape=(None, None))], Annotated[NDArray[numpy.float32], dict(shape=(None, None))], int, int] | None:
+        """
+        ids and weights that run [T, K], pairs substituted and dropped; None: the routing stays. The arguments are those of
+        `routing.Rerouting.reroute` and `routing.RerouteView`.
+
+        Raises ValueError: an array has another layout, type or
+        shape, an expert, layer or shard does not exist, or probabilities are missing.
+        """
+
+class BudgetRule(Rule):
+    def __init__(self, min_top_k: int, renormalise: bool) -> None: ...
+
+class MissRule(Rule):
+    """
+    Algorithm 1 of BuddyMoE with its gates, of all layers.
+
+    buddies: of each layer ids int32 and similarity float32 [E, R]. options: rho, search, gamma, temperature, kappa, eta, reuse,
+    drop, by_buddy, renormalise. taus: of each layer. beta: None: no distribution gate. adaptive: bytes of an expert, seconds of
+    link and calls to remember, for betas that adapt in its place. draw: gives so many random numbers, float32, which stand for the
+    router's probabilities.
+    """
+
+    def __init__(self, experts: int, buddies: Sequence[tuple[Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]]], options: tuple[int | None, int | None, float | None, float, float, float, float, bool, bool, bool], taus: Sequence[float] | None, beta: float | None, adaptive: tuple[int, float, int] | None, draw: object | None) -> None: ...
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """As measured, for betas that adapt."""
+
+    @link_bytes_per_s.setter
+    def link_bytes_per_s(self, arg: float, /) -> None: ...
+
+class Importance:
+    """
+    The state of ActiveEvict's eviction, on arrays that are read and written in place.
+
+    powers: of gamma [2 T]. values, predicted: u and p-hat [L, E]. picked, seen: the tokens of each layer [L, T, K], and how many there
+    were [L]. resident, stamp: [L * E].
+    """
+
+    def __init__(self, alpha: float, powers: Annotated[NDArray[numpy.float64], dict(shape=(None,), order='C', device='cpu', writable=False)], values: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu')], picked: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu')], seen: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')], predicted: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu')], resident: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], stamp: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu')]) -> None: ...
+
+class PreEviction:
+    """The release target of ActiveEvict, of all layers (pre_eviction.hpp)."""
+
+    def __init__(self, state: Importance, threshold: float, most: int) -> None: ...
+
+    def begin_forward(self, last_rows: Sequence[int]) -> None:
+        """last_rows: of each sequence; empty: unknown."""
+
+    def slots(self, layer: int, ids: numpy.typing.NDArray[numpy.int64], own: numpy.typing.NDArray[numpy.float32] | None, next: numpy.typing.NDArray[numpy.float32] | None, states: numpy.typing.NDArray[numpy.uint8 | numpy.bool]) -> int:
+        """
+        Slots that should be free for the layer behind this one.
+
+        ids: [T, K] as picked. own, next: logits of the first layer's
+        router, at that one, and of the next one's, but at the last [T, E]; None: unknown. states: of all experts [L * E].
+
+        Raises ValueError: no such layer or expert, or arrays of other shapes.
+        """
+
 class Order:
     def tell(self) -> None:
         """
@@ -122,7 +186,7 @@ class NativeOrder(Order):
         """
 
 class WholeOrder(NativeOrder):
-    def __init__(self, kind: str, layers: int, experts: int, least: float = 0.0, growth: float = 1.0, probabilities: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)] | None = None, told: Annotated[NDArray[numpy.int64], dict(order='C', device='cpu', writable=False)] | None = None, importance: CapsuleType | None = None, rate: float = 0.0) -> None:
+    def __init__(self, kind: str, layers: int, experts: int, least: float = 0.0, growth: float = 1.0, probabilities: Annotated[NDArray[numpy.float64], dict(order='C', device='cpu', writable=False)] | None = None, told: Annotated[NDArray[numpy.int64], dict(order='C', device='cpu', writable=False)] | None = None, importance: Importance | None = None, rate: float = 0.0) -> None:
         """
         kind: lru, lru-sweep, lfu, expert-map, importance, worth or lcp. probabilities [keys], told [layers] and what the state of importance has are read in place.
         """
@@ -451,15 +515,12 @@ class Planner:
         costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense, beside. states [L, E] are read in place.
         """
 
-    def plan(self, layer: int, needed: numpy.typing.NDArray[numpy.int32], rows: numpy.typing.NDArray[numpy.int32], now_s: float, link_free_s: float, flight_keys: numpy.typing.NDArray[numpy.int32], arrival_s: numpy.typing.NDArray[numpy.float64], action: numpy.typing.NDArray[numpy.uint8 | numpy.bool], worker: numpy.typing.NDArray[numpy.uint8 | numpy.bool], prompt_tokens: float, gpus: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None, held: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None, room: int) -> tuple[float, float, float, float, int, int, int, list[tuple[int, int, float, bool]]]:
+    def plan(self, layer: int, needed: numpy.typing.NDArray[numpy.int32], rows: numpy.typing.NDArray[numpy.int32], now_s: float, link_free_s: float, flight_keys: numpy.typing.NDArray[numpy.int32], arrival_s: numpy.typing.NDArray[numpy.float64], action: numpy.typing.NDArray[numpy.uint8 | numpy.bool], worker: numpy.typing.NDArray[numpy.uint8 | numpy.bool], prompt_tokens: float, gpus: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None, held: numpy.typing.NDArray[numpy.uint8 | numpy.bool] | None, room: int) -> tuple[float, float, float, float, int, int, int, list[tuple[int, int, float]]]:
         """
-        end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s, prefetch of each background copy.
+        end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s of each background copy.
         """
 
-    def predict(self, layer: int, ids: numpy.typing.NDArray[numpy.int32], ranks: int) -> None:
-        """Experts that a later layer is predicted to need."""
-
-    def used(self, layer: int, needed: numpy.typing.NDArray[numpy.int32], share: numpy.typing.NDArray[numpy.float32] | None) -> None:
+    def used(self, layer: int, needed: numpy.typing.NDArray[numpy.int32]) -> None:
         """A layer has run."""
 
     def prompt_end(self, counts: numpy.typing.NDArray[numpy.int64], tokens: float, requests: int, batch: int) -> None:
@@ -499,6 +560,18 @@ class Planner:
 
     def error(self) -> float:
         """Mean error of predicted layer times, as a share of the time."""
+
+def rank_by_votes(scores: Annotated[NDArray, dict(device='cpu', writable=False)], top: int, base: int) -> list[int]:
+    """
+    Experts that a later router would pick, most wanted first, with `base` added to each: each row of scores [T, E],
+    float32 or float64, votes for its `top` highest; by votes, then highest score, then number.
+    """
+
+def rank_by_score(scores: Annotated[NDArray, dict(device='cpu', writable=False)], top: int, base: int) -> tuple[list[int], list[float]]:
+    """
+    The experts of the rows' `top` highest positive scores [T, E], float32 or float64, highest first, then by number,
+    with `base` added to each; and their highest scores.
+    """
 
 class Placement:
     """Who runs a layer's experts."""
@@ -545,27 +618,6 @@ class CpuLayers(Passes):
 
 class ByScores:
     def __init__(self, by_votes: bool, top: int, wraps: bool, streams: bool, source: int) -> None: ...
-
-class FirstScores:
-    """
-    What the first layer's router says of the next forward's.
-
-    last_rows: of each sequence of the present forward; `keep` takes the scores of these, or of all rows.
-    """
-
-    def __init__(self) -> None: ...
-
-    @property
-    def last_rows(self) -> list[int]: ...
-
-    @last_rows.setter
-    def last_rows(self, arg: Sequence[int], /) -> None: ...
-
-    def keep(self, scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> None: ...
-
-    @property
-    def scores(self) -> numpy.typing.NDArray[numpy.float64] | None:
-        """[rows, E]; None: there are none."""
 
 class Announced:
     """
@@ -627,13 +679,12 @@ class Layer:
     A layer's pass in one call; routers are named by their numbers there, -1: none.
     """
 
-    def drop_unfit(self, min_top_k: int, renormalise: bool) -> None: ...
-
-    def replace_missing(self, router: int, draws: int, drawn: int, next: int, full: int, emptied: int, buddies: int, similarity: int, options: tuple[int, int, int, int, int, int, float, float, float, float, float, float, bool, bool, bool], beta: float) -> None: ...
+    def rule(self, of: Rule, router: int) -> None:
+        """router: the layer's own, if the rule reads its probabilities."""
 
     def ask_routers(self, router: int, first: int, layers: int, by: ByScores, of: Announced) -> None: ...
 
-    def release_slots(self, own: int, router: int, threshold: float, most: int, state: CapsuleType, first: FirstScores) -> None: ...
+    def release_slots(self, own: int, router: int, of: PreEviction) -> None: ...
 
     def parts(self, begin: object, planned: Planned, rule: bool, ahead: bool, watched: bool, alone: bool) -> None:
         """
@@ -690,7 +741,7 @@ class GpuLayer(Layer):
     fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads` cannot.
     """
 
-    def __init__(self, core: Core, kernels: CapsuleType, launches: CapsuleType, low: CapsuleType | None, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
+    def __init__(self, core: Core, launches: CapsuleType, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
 
     def router(self, operands: object | None, outputs: int) -> int:
         """The number of a router (weight, bias, layers, softmax), or of another."""
@@ -743,6 +794,13 @@ class MapSearch:
         """
 
     def commit(self) -> list[int]: ...
+
+def expect_map(probabilities: numpy.typing.NDArray[numpy.float64], keys: numpy.typing.NDArray[numpy.int32], priorities: numpy.typing.NDArray[numpy.float32], now: int, experts: int, told: numpy.typing.NDArray[numpy.int64]) -> None:
+    """
+    Sets the probabilities of those keys that there are; what is told of their layers [L] changes.
+
+    Raises ValueError: lengths differ.
+    """
 
 class Routing:
     """
@@ -878,7 +936,7 @@ class VirtualLayer(Layer):
 class VirtualRun:
     """The layers of a device on a virtual clock (virtual_run.hpp)."""
 
-    def __init__(self, core: Core, link: VirtualLink, clock: Clock, kernels: CapsuleType, expert_s: float, expert_row_s: float, share: float, load_byte_s: float, miss_s: float, neurons: int) -> None: ...
+    def __init__(self, core: Core, link: VirtualLink, clock: Clock, expert_s: float, expert_row_s: float, share: float, load_byte_s: float, miss_s: float, neurons: int) -> None: ...
 
     def forward(self, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None), order='C', device='cpu', writable=False)], dense_s: float, *, weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None, None), order='C', device='cpu', writable=False)] | None = None, next_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, next_scores: Annotated[NDArray[numpy.float64], dict(shape=(None, None, None, None), order='C', device='cpu', writable=False)] | None = None, last_rows: Sequence[int] = []) -> None:
         """

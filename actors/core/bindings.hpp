@@ -16,6 +16,7 @@
 namespace tiermoe::bindings {
 
 void bind_planner(nb::module_& m);  // planner_module.cpp
+void bind_ranks(nb::module_& m);    // rank_module.cpp
 
 }  // namespace tiermoe::bindings
 
@@ -52,6 +53,7 @@ void bind_maps(nanobind::module_& m);    // maps_module.cpp
 void bind_placement(nanobind::module_& m);  // planned.cpp
 void bind_python_layer(nanobind::module_& m);  // python_layer.cpp
 void bind_routing(nanobind::module_& m);  // routing_module.cpp
+void bind_rules(nanobind::module_& m);  // rule_module.cpp
 void bind_streams(nanobind::module_& m);  // stream_module.cpp
 void bind_virtual(nanobind::module_& m);  // virtual_module.cpp
 

@@ -18,14 +18,14 @@ constexpr std::int64_t kKeptPairs = 1 << 12;  // whose rows have the same memory
 
 CpuLayer::CpuLayer(Core& core, std::int64_t index, std::int64_t experts, const Experts& run, const KernelTable& kernels,
                    CpuLayers& all)
-    : Layer(core, {index, experts, run.neurons, run.max_rows}, kernels, all), experts_(run), all_(all), step_{step, this} {
+    : Layer(core, {index, experts, run.neurons, run.max_rows}, all), experts_(run), kernels_(kernels), all_(all), step_{step, this} {
     all_.sums.resize(std::max(all_.sums.size(), static_cast<std::size_t>(kSumRows * run.width)));
 }
 
 const float* CpuLayer::scores(const Given& given, Router router) {
     const LinearRouter& of = routers_[static_cast<std::size_t>(router)];
     all_.scores.resize(static_cast<std::size_t>(given.tokens * of.outputs));
-    kernels().router_scores(given.hidden, given.tokens, of.weight, experts_.width, of.outputs, of.bias, of.soft, all_.scores.data());
+    kernels_.router_scores(given.hidden, given.tokens, of.weight, experts_.width, of.outputs, of.bias, of.soft, all_.scores.data());
     return all_.scores.data();
 }
 
@@ -61,7 +61,7 @@ void CpuLayer::compute(const Given& given, const Routed& routed) {
                          all_.sums.data());
         });
     }
-    timing([&] { kernels().combine(y, routed.weights, given.tokens, routed.top_k, experts_.width, given.out); });
+    timing([&] { kernels_.combine(y, routed.weights, given.tokens, routed.top_k, experts_.width, given.out); });
     added();
 }
 

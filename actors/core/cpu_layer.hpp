@@ -41,6 +41,7 @@ class CpuLayer : public Layer {
     static bool step(void* self, const Given& given, Spent& spent);
 
     const Experts& experts_;
+    const KernelTable kernels_;
     CpuLayers& all_;
     const LayerStep step_;
     std::vector<LinearRouter> routers_;

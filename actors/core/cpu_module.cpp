@@ -12,7 +12,9 @@
 #include "../../kernels/cpu/sizes.hpp"
 #include "bindings.hpp"
 #include "cpu_layer.hpp"
+#include "pre_eviction.hpp"
 #include "python_parts.hpp"
+#include "rules.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -65,18 +67,23 @@ void ask_routers(Layer& layer, Router router, std::int64_t first, std::int64_t l
     layer.ahead(std::move(made));
 }
 
-void release_slots(Layer& layer, Router own, Router router, double threshold, std::int64_t most, const nb::capsule& state,
-                   std::shared_ptr<FirstScores> first) {
-    auto made = std::make_unique<ReleaseSlots>();
-    made->state = static_cast<Importance*>(named(state, kImportance));
+void release_slots(Layer& layer, Router own, Router router, std::shared_ptr<PreEviction> of) {
     const Place& place = layer.place();
     const std::int64_t layers = layer.core().layout().layers;
     expect_router(layer, own), expect_router(layer, router);
-    if (most < 0 || made->state->experts != place.experts || made->state->layers != layers ||
-        (own == kNoRouter) != (place.index > 0) || (router == kNoRouter) != (place.index + 1 == layers))
+    if (of->state().experts != place.experts || of->state().layers != layers || (own == kNoRouter) != (place.index > 0) ||
+        (router == kNoRouter) != (place.index + 1 == layers))
         throw std::invalid_argument("there is no such pre-eviction");
-    made->own = own, made->router = router, made->threshold = threshold, made->most = most, made->first = std::move(first);
+    auto made = std::make_unique<ReleaseSlots>();
+    made->own = own, made->router = router, made->of = std::move(of);
     layer.ahead(std::move(made));
+}
+
+void rule(Layer& layer, std::shared_ptr<Rule> of, Router router) {
+    expect_router(layer, router);
+    if (!of->knows(layer.place().index, layer.place().experts) || of->reads_probabilities() != (router != kNoRouter))
+        throw std::invalid_argument("there is no such rule of the layer");
+    layer.rule(std::make_unique<NativeRule>(std::move(of), router));
 }
 
 void python_parts(Layer& layer, nb::object begin, const Planned& planned, bool rule, bool ahead, bool watched, bool alone) {
@@ -86,23 +93,6 @@ void python_parts(Layer& layer, nb::object begin, const Planned& planned, bool r
     if (rule) layer.rule(std::make_unique<PythonRule>(*made));
     if (ahead) layer.ahead(std::make_unique<PythonAhead>(*made));
     layer.parts(std::move(made));
-}
-
-void replace_missing(Layer& layer, Router router, std::uintptr_t draws, std::int64_t drawn, std::uintptr_t next,
-                     std::uintptr_t full, std::uintptr_t emptied, std::uintptr_t buddies, std::uintptr_t similarity,
-                     const Options& options, double beta) {
-    auto made = std::make_unique<ReplaceMissing>();
-    Substitution& of = made->problem;
-    of = with(options);
-    of.buddies = at<const std::int32_t>(buddies), of.similarity = at<const float>(similarity);
-    made->draws = at<const float>(draws), made->drawn = drawn, made->next = at<std::int64_t>(next);
-    made->full = at<std::uint8_t>(full), made->emptied = at<std::int64_t>(emptied);
-    made->router = router, made->beta = beta;
-    expect_router(layer, router);
-    const Fault fault = layer.kernels().size_fault(of, router != kNoRouter || draws);
-    if (!fault.empty()) throw std::invalid_argument(fault);
-    if (of.experts != layer.place().experts) throw std::invalid_argument("there is no such replacement");
-    layer.rule(std::move(made));
 }
 
 }  // namespace
@@ -150,22 +140,6 @@ void bind_cpu(nb::module_& m) {
             if (top < 1) throw std::invalid_argument("a prefetch by scores wants experts");
             new (made) ByScores{by_votes, top, wraps, streams, source};
         }, "by_votes"_a, "top"_a, "wraps"_a, "streams"_a, "source"_a);
-    nb::class_<FirstScores>(m, "FirstScores", R"(What the first layer's router says of the next forward's.
-
-last_rows: of each sequence of the present forward; `keep` takes the scores of these, or of all rows.)")
-        .def(nb::init<>())
-        .def_rw("last_rows", &FirstScores::last_rows)
-        .def("keep", [](FirstScores& first, nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu> scores) {
-            const auto tokens = static_cast<std::int64_t>(scores.shape(0));
-            for (Segment row : first.last_rows)
-                if (row < 0 || row >= tokens) first.last_rows.clear();
-            first.keep(scores.data(), tokens, static_cast<std::int64_t>(scores.shape(1)));
-        }, "scores"_a)
-        .def_prop_ro("scores", [](const FirstScores& first) -> nb::object {
-            if (!first.rows) return nb::none();
-            const auto rows = static_cast<std::size_t>(first.rows);
-            return nb::cast(owned<double, 2>(std::vector<double>(first.scores), {rows, first.scores.size() / rows}));
-        }, nb::sig("def scores(self) -> numpy.typing.NDArray[numpy.float64] | None"), "[rows, E]; None: there are none.");
     nb::class_<Announced>(m, "Announced", R"(What the prefetch of a forward goes by.
 
 rows: of the present forward; 0: nobody has announced it. last_rows: the scores of each sequence's last row can be read.
@@ -186,15 +160,9 @@ under way, too.)")
         .def(nb::init<>())
         .def_rw("now", &Planned::now);
     nb::class_<Layer>(m, "Layer", "A layer's pass in one call; routers are named by their numbers there, -1: none.")
-        .def("drop_unfit", [](Layer& layer, std::int64_t min_top_k, bool renormalise) {
-            if (min_top_k < 1) throw std::invalid_argument("a token keeps an expert");
-            layer.rule(std::make_unique<DropUnfit>(min_top_k, renormalise));
-        }, "min_top_k"_a, "renormalise"_a)
-        .def("replace_missing", &replace_missing, "router"_a, "draws"_a, "drawn"_a, "next"_a, "full"_a, "emptied"_a,
-             "buddies"_a, "similarity"_a, "options"_a, "beta"_a)
+        .def("rule", &rule, "of"_a, "router"_a, "router: the layer's own, if the rule reads its probabilities.")
         .def("ask_routers", &ask_routers, "router"_a, "first"_a, "layers"_a, "by"_a, "of"_a)
-        .def("release_slots", &release_slots, "own"_a, "router"_a, "threshold"_a, "most"_a, "state"_a, "first"_a,
-             nb::keep_alive<1, 6>())
+        .def("release_slots", &release_slots, "own"_a, "router"_a, "of"_a)
         .def("parts", &python_parts, nb::keep_alive<1, 3>(), "begin"_a, "planned"_a, "rule"_a, "ahead"_a,
              "watched"_a, "alone"_a, R"(Parts in Python, behind the native ones: methods of what `begin` makes (`engine.layer.Pass`).
 

@@ -28,9 +28,9 @@ class GpuLayer : public Layer {
   public:
     // low: launches low-bit replicas; null: there are none. reads: what reads fast; null: `fetch` does. scored_rows: of the
     // inputs whose scores it finds. fetch (tensors, hidden, routers' numbers) -> arrays.
-    GpuLayer(Core& core, const Place& place, const KernelTable& kernels, const ExpertLaunches& launches, const ExpertLaunches* low,
-             const LayerReads* reads, std::int64_t scored_rows, nb::object fetch, Passes& passes)
-        : Layer(core, place, kernels, passes), launches_(launches), low_(low), reads_(reads), scored_rows_(scored_rows), fetch_(std::move(fetch)) {}
+    GpuLayer(Core& core, const Place& place, const ExpertLaunches& launches, const ExpertLaunches* low, const LayerReads* reads,
+             std::int64_t scored_rows, nb::object fetch, Passes& passes)
+        : Layer(core, place, passes), launches_(launches), low_(low), reads_(reads), scored_rows_(scored_rows), fetch_(std::move(fetch)) {}
 
     // operands: of a linear router, as `LayerReads` takes them; none: it is another.
     Router add(nb::object operands, std::int64_t outputs) {
@@ -219,16 +219,16 @@ void bind_gpu(nb::module_& m) {
     nb::class_<GpuLayer, Layer>(m, "GpuLayer", R"(low: launches low-bit replicas, or None. reads: `_launch.Fetch.reads`, or None. scored_rows: of inputs whose routers' scores it finds.
 
 fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads` cannot.)")
-        .def("__init__", [](GpuLayer* made, Core& core, const nb::capsule& kernels, const nb::capsule& launches,
-                            std::optional<nb::capsule> low, std::optional<nb::capsule> reads, std::int64_t scored_rows, nb::object fetch, std::int64_t index,
+        .def("__init__", [](GpuLayer* made, Core& core, const nb::capsule& launches, std::optional<nb::capsule> low,
+                            std::optional<nb::capsule> reads, std::int64_t scored_rows, nb::object fetch, std::int64_t index,
                             std::int64_t experts, std::int64_t neurons, std::int64_t max_rows, CpuLayers& all) {
             const auto* read = reads ? static_cast<const LayerReads*>(named(*reads, kLayerReads)) : nullptr;
             const auto expert_launches = [](const nb::capsule& of) { return static_cast<const ExpertLaunches*>(named(of, kExpertLaunches)); };
             new (made) GpuLayer(core, {index, experts, neurons, max_rows},
-                                *static_cast<const KernelTable*>(named(kernels, kKernelTable)), *expert_launches(launches),
-                                low ? expert_launches(*low) : nullptr, read, scored_rows, std::move(fetch), all);
-        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(),
-             nb::keep_alive<1, 13>(), "core"_a, "kernels"_a, "launches"_a, "low"_a.none(), "reads"_a.none(), "scored_rows"_a, "fetch"_a, "index"_a, "experts"_a,
+                                *expert_launches(launches), low ? expert_launches(*low) : nullptr, read, scored_rows,
+                                std::move(fetch), all);
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 12>(),
+             "core"_a, "launches"_a, "low"_a.none(), "reads"_a.none(), "scored_rows"_a, "fetch"_a, "index"_a, "experts"_a,
              "neurons"_a, "max_rows"_a, "all"_a)
         .def("router", &GpuLayer::add, "operands"_a.none(), "outputs"_a, "The number of a router (weight, bias, layers, softmax), or of another.")
         .def("run", &GpuLayer::run, "hidden"_a, "ids"_a, "weights"_a, "into"_a.none() = nb::none())

@@ -6,34 +6,8 @@
 #include "../../kernels/cpu/sizes.hpp"
 
 namespace tiermoe::core {
-namespace {
 
-// Without the columns in which nothing runs (`LayerView.reroute`).
-void keep(std::int64_t tokens, std::vector<std::int64_t>& ids, std::vector<float>& weights, Routed& routed) {
-    const std::int64_t top_k = routed.top_k;
-    routed.ids = ids.data();
-    routed.weights = weights.data();
-    if (!routed.dropped) return;
-    std::vector<std::int64_t> columns;
-    for (std::int64_t k = 0; k < top_k; ++k) {
-        bool used = false;
-        for (std::int64_t t = 0; t < tokens; ++t) used |= weights[t * top_k + k] != 0.0f;
-        if (used) columns.push_back(k);
-    }
-    const auto left = static_cast<std::int64_t>(columns.size());
-    if (!left || left == top_k) return;
-    for (std::int64_t t = 0, at = 0; t < tokens; ++t)
-        for (std::int64_t k : columns) {
-            ids[at] = ids[t * top_k + k];
-            weights[at++] = weights[t * top_k + k];
-        }
-    routed.top_k = left;
-}
-
-}  // namespace
-
-Layer::Layer(Core& core, const Place& place, const KernelTable& kernels, Passes& passes)
-    : core_(core), picked_(place.experts), at_(place), kernels_(kernels), passes_(passes) {
+Layer::Layer(Core& core, const Place& place, Passes& passes) : core_(core), picked_(place.experts), at_(place), passes_(passes) {
     if (place.index < 0 || place.index >= core.layout().layers || place.experts != core.layout().experts)
         throw std::invalid_argument("there is no such layer");
     if (core.layout().split == core.layout().first_unit.empty()) throw std::invalid_argument("segments have places in the pool");
@@ -44,8 +18,7 @@ void Layer::route(const Given& given, Routed& routed) {
     if (given.tokens < 0 || given.top_k < 1 || !product_fits({given.tokens, given.top_k}, kMostItems))
         throw std::invalid_argument("a pass has rows, and experts of each");
     picked_.expect(given.ids, given.tokens * given.top_k);
-    for (std::size_t i = first_of(rules_); i < rules_.size(); ++i)
-        if (rules_[i]->apply(*this, given, routed)) break;
+    if (!rules_.empty()) rules_[first_of(rules_)]->apply(*this, given, routed);
     const std::int64_t pairs = given.tokens * routed.top_k;
     if (routed.ids != given.ids) picked_.expect(routed.ids, pairs);
     routed.large = !picked_.sort(routed.ids, given.tokens, pairs, at_.max_rows, key(0));
@@ -147,59 +120,6 @@ void Layer::run(const Given& given) {
     if (parts_) parts_->ran();
 }
 
-bool DropUnfit::apply(Layer& layer, const Given& given, Routed& routed) {
-    const std::int64_t pairs = given.tokens * given.top_k, vacant = layer.core().free_slots();
-    const std::int64_t experts = layer.place().experts;
-    if (layer.kernels().misses_fit(given.ids, pairs, layer.states(), experts, vacant)) return true;
-    ids.resize(static_cast<std::size_t>(pairs));
-    weights.resize(ids.size());
-    routed.dropped = layer.kernels().budget_top_k(given.ids, given.weights, given.tokens, given.top_k, layer.states(),
-                                                  experts, vacant, min_top_k, renormalise, ids.data(), weights.data());
-    if (routed.dropped) keep(given.tokens, ids, weights, routed);
-    return true;
-}
-
-bool ReplaceMissing::apply(Layer& layer, const Given& given, Routed& routed) {
-    Core& core = layer.core();
-    const std::int64_t pairs = given.tokens * given.top_k, experts = layer.place().experts, vacant = core.free_slots();
-    if (given.top_k != problem.top_k) return false;
-    if (draws && *next + given.tokens * experts > drawn) return false;
-    if (*emptied != core.emptied()) {
-        *emptied = core.emptied();
-        std::fill_n(full, core.layout().layers, std::uint8_t{0});
-    }
-    if (!full[layer.place().index]) {
-        full[layer.place().index] = vacant == 0;
-        if (vacant) return true;
-    }
-    const std::uint8_t* states = layer.states();
-    const auto missing = [&](std::int64_t expert) { return states[expert] == 0; };
-    if (std::none_of(given.ids, given.ids + pairs, missing)) return true;
-    here.resize(static_cast<std::size_t>(experts));
-    wanted.resize(here.size());
-    reach.resize(here.size());
-    for (std::int64_t e = 0; e < experts; ++e) reach[e] = here[e] = !missing(e);
-    layer.kernels().replaceable(given.ids, pairs, here.data(), experts, beta, nullptr, 1, wanted.data());
-    if (std::none_of(wanted.begin(), wanted.end(), [](std::uint8_t one) { return one != 0; })) return true;
-    ids.resize(static_cast<std::size_t>(pairs));
-    weights.resize(ids.size());
-    problem.ids = given.ids;
-    problem.weights = given.weights;
-    problem.probabilities = draws ? draws + *next : router != kNoRouter ? layer.scores(given, router) : nullptr;
-    problem.replace = wanted.data();
-    problem.reach = reach.data();
-    problem.tokens = given.tokens;
-    problem.out_ids = ids.data();
-    problem.out_weights = weights.data();
-    problem.substituted = problem.dropped = 0;
-    layer.kernels().substitute(problem);
-    if (draws) *next += given.tokens * experts;
-    routed.substituted = problem.substituted;
-    routed.dropped = problem.dropped;
-    if (routed.substituted || routed.dropped) keep(given.tokens, ids, weights, routed);
-    return true;
-}
-
 void AskRouters::run(Layer& layer, const Given& given, std::vector<double>& best) {
     if (of->rests) return;
     Core& core = layer.core();
@@ -209,25 +129,6 @@ void AskRouters::run(Layer& layer, const Given& given, std::vector<double>& best
     const Scored scored = layer.scored(given, router);
     prefetch.run(core, first, layers, scored.rows, allowed, scored.read, best);
     if (of->waits && allowed) core.finish_prefetch(prefetch.nearer, layer.place().index);
-}
-
-void ReleaseSlots::run(Layer& layer, const Given& given, std::vector<double>&) {
-    Core& core = layer.core();
-    const std::int64_t experts = layer.place().experts, following = (layer.place().index + 1) % core.layout().layers;
-    if (own != kNoRouter) first->keep(layer.scores(given, own), given.tokens, experts);
-    std::int64_t rows = given.tokens;
-    const float* scores;
-    if (router == kNoRouter) {
-        logits.assign(first->scores.begin(), first->scores.end());
-        scores = logits.data(), rows = first->rows;
-    } else {
-        scores = layer.scores(given, router);
-    }
-    layer.kernels().importance_saw(*state, layer.place().index, given.ids, given.tokens);
-    if (!rows) return;
-    const std::int64_t slots = layer.kernels().importance_target(
-        *state, following, scores, rows, core.states().data() + following * experts, threshold, most);
-    core.vacate(slots, following);
 }
 
 }  // namespace tiermoe::core

@@ -76,8 +76,7 @@ struct Scored {
 struct LayerRule {
     virtual bool native() const { return true; }
     virtual void asks(Routers&) const {}  // adds those whose scores it probably reads
-    // False: it does not take this pass, and nothing has changed.
-    virtual bool apply(Layer& layer, const Given& given, Routed& routed) = 0;
+    virtual void apply(Layer& layer, const Given& given, Routed& routed) = 0;
     virtual ~LayerRule() = default;
 };
 
@@ -117,11 +116,11 @@ struct Parts {
 
 class Layer {
   public:
-    Layer(Core& core, const Place& place, const KernelTable& kernels, Passes& passes);
+    Layer(Core& core, const Place& place, Passes& passes);
     Layer(const Layer&) = delete;
     virtual ~Layer() = default;
 
-    // Of several the first that takes a pass applies: native ones, then Python's.
+    // Of several the first applies: native ones, then Python's.
     void rule(std::unique_ptr<LayerRule> rule) { rules_.push_back(std::move(rule)); }
     void ahead(std::unique_ptr<LayerAhead> ahead) { aheads_.push_back(std::move(ahead)); }
     void parts(std::unique_ptr<Parts> parts) { parts_ = std::move(parts); }
@@ -137,7 +136,6 @@ class Layer {
     const Core& core() const { return core_; }
     const Place& place() const { return at_; }
     const Spent& spent() const { return spent_; }
-    const KernelTable& kernels() const { return kernels_; }
     Key key(std::int64_t expert) const { return at_.index * at_.experts + expert; }
     const std::uint8_t* states() { return core_.states().data() + key(0); }
     // Of the present pass.
@@ -170,7 +168,7 @@ class Layer {
     void added() {
         if (away_) std::tie(peer_blocked_s_, peer_link_s_) = parts_->add();
     }
-    // The first of the rules, or of what looks ahead, that may take a pass.
+    // The first of the rules, or of what looks ahead, that may take the present pass.
     template <typename Some>
     std::size_t first_of(const Some& some) const {
         return planned() && parts_->alone_where_planned && !some.empty() ? some.size() - 1 : 0;
@@ -196,40 +194,10 @@ class Layer {
     const Segments& here(const Segments& needed);
 
     const Place at_;
-    const KernelTable kernels_;
     Passes& passes_;
     double placed_s_ = 0.0;
     const Given* given_ = nullptr;  // of the present pass
     Routed* routed_ = nullptr;
-};
-
-// `activeevict.BudgetAwareTopK`: pairs are dropped whose experts do not fit.
-struct DropUnfit : LayerRule {
-    DropUnfit(std::int64_t min_top_k, bool renormalise) : min_top_k(min_top_k), renormalise(renormalise) {}
-    bool apply(Layer& layer, const Given& given, Routed& routed) override;
-    const std::int64_t min_top_k;
-    const bool renormalise;
-    std::vector<std::int64_t> ids;
-    std::vector<float> weights;
-};
-
-// `buddymoe.MissRule` on one device: missing experts are replaced by others, or left out.
-struct ReplaceMissing : LayerRule {
-    void asks(Routers& routers) const override {
-        if (router != kNoRouter) routers.push_back(router);
-    }
-    bool apply(Layer& layer, const Given& given, Routed& routed) override;
-    Substitution problem;        // options and lists; for routings of its top_k
-    double beta;                 // infinity: no gate
-    Router router = kNoRouter;   // the layer's own, whose probabilities are read
-    const float* draws;          // random numbers in their place, or null
-    std::int64_t drawn;
-    std::int64_t* next;          // the first draw that nobody has read
-    std::uint8_t* full;          // [layers], whether the slots were all in use since the cache was empty
-    std::int64_t* emptied;       // how often it had been, then
-    std::vector<std::uint8_t> here, wanted;
-    std::vector<float> reach, weights;
-    std::vector<std::int64_t> ids;
 };
 
 // What the prefetch of a forward goes by, of all layers; its policy in Python (`prefetching.Prefetching`) says it.
@@ -272,42 +240,6 @@ struct AskRouters : LayerAhead {
 
   private:
     bool whole() const { return streams && !of->always; }
-};
-
-// What the first layer's router says of the next forward's: its distribution in this one, of each sequence's last row.
-struct FirstScores {
-    Segments last_rows;          // of the present forward, until its first layer has run; empty: unknown, all rows
-    std::vector<double> scores;  // [rows, E]
-    std::int64_t rows = 0;
-
-    template <typename Number>
-    void keep(const Number* of, std::int64_t tokens, std::int64_t experts) {
-        Segments used = std::exchange(last_rows, {});
-        scores.clear();
-        if (used.empty() || used.back() != tokens - 1) {
-            scores.assign(of, of + tokens * experts);
-        } else {
-            for (const std::int64_t row : used) scores.insert(scores.end(), of + row * experts, of + (row + 1) * experts);
-        }
-        rows = static_cast<std::int64_t>(scores.size()) / experts;
-    }
-};
-
-// `activeevict.PreEviction`: slots that are freed for the next layer by its router's scores. The last layer's next one is the
-// first, of the next forward.
-struct ReleaseSlots : LayerAhead {
-    bool takes(const Layer&, const Given& given) const override { return given.top_k == state->top_k; }
-    void asks(Layer&, const Given&, Routers& routers) const override {
-        for (const Router one : {own, router})
-            if (one != kNoRouter) routers.push_back(one);
-    }
-    void run(Layer& layer, const Given& given, std::vector<double>& best) override;
-    Router own = kNoRouter, router = kNoRouter;  // own: the first layer's, there; router: the next layer's, but at the last
-    double threshold;
-    std::int64_t most;
-    Importance* state;
-    std::shared_ptr<FirstScores> first;
-    std::vector<float> logits;
 };
 
 }  // namespace tiermoe::core

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,6 +37,22 @@ bool is(const Array& of, std::initializer_list<std::int64_t> sizes) {
     for (std::int64_t length : sizes)
         if (static_cast<std::int64_t>(of.shape(axis++)) != length) return false;
     return true;
+}
+
+// A map's probabilities by key [L * J], from its priorities p / (l - l_now) (`fmoe.probability_of`).
+void expect_map(const bindings::Array<double>& probabilities, const bindings::Array<const std::int32_t>& keys,
+                const bindings::Array<const float>& priorities, std::int64_t now, std::int64_t experts, const bindings::Array<std::int64_t>& told) {
+    if (keys.size() != priorities.size() || experts < 1 || told.size() * experts < probabilities.size())
+        refuse("a map has other priorities than keys, or layers of", experts);
+    constexpr double kLeast = 0x1p-150;  // below every positive probability in float32
+    for (std::int64_t i = 0; i < keys.size(); ++i) {
+        const std::int64_t key = keys[i];
+        if (key < 0 || key >= probabilities.size()) continue;
+        const auto ahead = static_cast<float>(key / experts + 1 - now);
+        const auto found = static_cast<double>(priorities[i] * ahead);
+        probabilities.data()[key] = std::max(found, kLeast);
+        ++told.data()[key / experts];
+    }
 }
 
 using Found = std::optional<std::tuple<Made<std::int32_t>, Made<float>, std::int64_t, Made<double>>>;
@@ -99,6 +116,9 @@ void bind_maps(nb::module_& m) {
         }, "semantic"_a, "first"_a, "stop"_a, "now"_a, "top_k"_a, "dynamic"_a,
              "(keys, priorities, how many are wanted, score of each match) of the layers from `first` to before `stop`.")
         .def("commit", &MapSearch::commit);
+    m.def("expect_map", &expect_map, "probabilities"_a, "keys"_a, "priorities"_a, "now"_a, "experts"_a, "told"_a,
+          "Sets the probabilities of those keys that there are; what is told of their layers [L] changes.\n\n"
+          "Raises ValueError: lengths differ.");
 }
 
 }  // namespace tiermoe::core

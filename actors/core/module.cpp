@@ -96,10 +96,6 @@ NB_MODULE(_core, m) {
         .def_prop_ro("pending", &Link::pending);
     nb::class_<VirtualLink, Link>(m, "VirtualLink")
         .def(nb::init<Clock&, CopySeconds, double>(), nb::keep_alive<1, 2>(), "clock"_a, "copy_s"_a, "late_s"_a)
-        .def("busy_until", [](VirtualLink& link) -> std::optional<double> {
-            const double end_s = link.busy_until();
-            return end_s < 0 ? std::nullopt : std::optional(end_s);
-        }, "When the copy under way ends; None: the link is idle.")
         .def("busy_s", &VirtualLink::busy_s, "Seconds for which copies have been under way, up to now.")
         .def("compute", &VirtualLink::compute, "seconds"_a, "share"_a,
              "The clock moves to the end of kernels that take so long alone, and go at `share` of their speed beside copies.");
@@ -133,6 +129,7 @@ NB_MODULE(_core, m) {
             const auto counts = link.counts();
             return nb::make_tuple(counts.read, counts.pieces, counts.longest_s);
         }, "Bytes read, in how many pieces, and the seconds of the longest.");
+    bind_rules(m);
     bind_orders(m);
     nb::class_<Layout>(m, "Layout")
         .def("__init__", [](Layout* made, std::int64_t layers, std::int64_t experts, std::int64_t parts,
@@ -261,6 +258,7 @@ NB_MODULE(_core, m) {
         return found;
     });
     tiermoe::bindings::bind_planner(m);
+    tiermoe::bindings::bind_ranks(m);
     bind_placement(m);
     bind_cpu(m);
     bind_python_layer(m);

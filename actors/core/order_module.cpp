@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "../../kernels/cpu/sizes.hpp"
-#include "../../kernels/cpu/table.hpp"
 #include "bindings.hpp"
 #include "orders.hpp"
 #include "python.hpp"
@@ -49,12 +48,11 @@ constexpr std::array kKinds = {"lru", "lru-sweep", "lfu", "expert-map", "importa
 
 void make(WholeOrder* made, const std::string& kind, std::int64_t layers, std::int64_t experts, double least, double growth,
           const std::optional<Array<const double>>& probabilities, const std::optional<Array<const std::int64_t>>& told,
-          const std::optional<nb::capsule>& importance, double rate) {
+          Importance* state, double rate) {
     using Kind = tiermoe::Order::Kind;
     check_sizes(layers, experts, 1);
     const auto number = std::find(kKinds.begin(), kKinds.end(), kind) - kKinds.begin();
     const auto of = static_cast<Kind>(number);
-    auto* state = importance ? static_cast<Importance*>(named(*importance, kImportance)) : nullptr;
     const bool fits = !state || (state->layers == layers && state->experts == experts);
     if (of > Kind::lcp || !fits || (of == Kind::map) != probabilities.has_value() ||
         probabilities.has_value() != told.has_value() || (of == Kind::importance) != (state != nullptr))
@@ -128,7 +126,7 @@ void bind_orders(nb::module_& m) {
     nb::class_<WholeOrder, NativeOrder>(m, "WholeOrder")
         .def("__init__", &make, nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(), "kind"_a, "layers"_a,
              "experts"_a, "least"_a = 0.0, "growth"_a = 1.0, "probabilities"_a.none().noconvert() = nb::none(),
-             "told"_a.none().noconvert() = nb::none(), "importance"_a = nb::none(), "rate"_a = 0.0,
+             "told"_a.none().noconvert() = nb::none(), "importance"_a.none() = nb::none(), "rate"_a = 0.0,
              "kind: lru, lru-sweep, lfu, expert-map, importance, worth or lcp. probabilities [keys], told [layers] and what the state of importance has are read in place.")
         .def("priority", [](const WholeOrder& order, Segment key) {
             check_keys({key}, order.of.keys());

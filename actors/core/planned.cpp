@@ -81,7 +81,7 @@ class NativeDecider : public Decider {
     }
     PlannerCosts costs() override { return planner_.costs(); }
     void used(int layer, const Numbers& needed) override {
-        planner_.used(layer, static_cast<int>(needed.size()), needed.data(), nullptr);
+        planner_.used(layer, static_cast<int>(needed.size()), needed.data());
     }
     bool admit(std::int32_t key, std::int32_t& victim) override {
         victim = -1;
@@ -116,9 +116,8 @@ class PythonDecider : public Decider {
         std::copy(chosen.begin(), chosen.end(), actions);
         wanted.clear();
         for (const nb::handle one : nb::cast<nb::object>(found.attr("wanted"))) {
-            const auto [key, victim, worth_s, prefetch] =
-                nb::cast<std::tuple<std::int32_t, std::optional<std::int32_t>, double, bool>>(one);
-            wanted.push_back({key, victim.value_or(-1), worth_s, prefetch});
+            const auto [key, victim, worth_s] = nb::cast<std::tuple<std::int32_t, std::optional<std::int32_t>, double>>(one);
+            wanted.push_back({key, victim.value_or(-1), worth_s});
         }
         Planned plan;
         plan.near_s = nb::cast<double>(found.attr("near_s"));

@@ -20,7 +20,6 @@ constexpr std::int64_t kMostExperts = 4096;  // of a layer: `Planner` samples a 
 
 using Ids = Array<const std::int32_t>;
 using Longs = Array<const std::int64_t>;
-using Floats = Array<const float>;
 using Bytes = Array<const std::uint8_t>;
 // copy, gpu, gpu_row, near, near_busy, free_rows, message, dense, beside
 using Costs = std::tuple<double, double, double, double, double, double, double, double, double>;
@@ -77,8 +76,8 @@ void make(Planner* made, std::int64_t layers, std::int64_t experts, std::int64_t
                        static_cast<int>(workers), known, states.data(), without);
 }
 
-// end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s, prefetch of what is wanted
-using Copies = std::vector<std::tuple<std::int32_t, std::int32_t, double, bool>>;
+// end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s of what is wanted
+using Copies = std::vector<std::tuple<std::int32_t, std::int32_t, double>>;
 using Plan = std::tuple<double, double, double, double, int, int, int, Copies>;
 
 Plan plan(Planner& planner, std::int64_t layer, const Ids& needed, const Ids& rows, double now_s, double link_free_s,
@@ -97,21 +96,14 @@ Plan plan(Planner& planner, std::int64_t layer, const Ids& needed, const Ids& ro
     Plan told{found.end_s, found.near_s, found.link_s, found.owner_s, found.loads, found.near_count, found.waits, {}};
     for (int i = 0; i < planner.wanted_count(); ++i) {
         const Wanted& one = planner.wanted(i);
-        std::get<7>(told).emplace_back(one.key, one.victim, one.worth_s, one.prefetch);
+        std::get<7>(told).emplace_back(one.key, one.victim, one.worth_s);
     }
     return told;
 }
 
-void predict(Planner& planner, std::int64_t layer, const Ids& ids, std::int64_t ranks) {
-    const int of = layer_of(planner, layer), n = checked(planner, ids);
-    if (counted(ranks) < 1 || n % ranks) refuse("predictions are [rows, ranks], not of ranks", ranks);
-    planner.predict(of, n / static_cast<int>(ranks), static_cast<int>(ranks), ids.data());
-}
-
-void used(Planner& planner, std::int64_t layer, const Ids& needed, const Floats& share) {
+void used(Planner& planner, std::int64_t layer, const Ids& needed) {
     const int of = layer_of(planner, layer), n = checked(planner, needed);
-    if (share) sized(share, {planner.experts()}, "shares are float32 [E], not of");
-    planner.used(of, n, needed.data(), share.data());
+    planner.used(of, n, needed.data());
 }
 
 void prompt_end(Planner& planner, const Longs& counts, double tokens, std::int64_t requests, std::int64_t batch) {
@@ -165,9 +157,8 @@ void bind_planner(nb::module_& m) {
           "costs: copy, gpu, gpu_row, near, near_busy, free_rows, message, dense, beside. states [L, E] are read in place.")
         .def("plan", &plan, "layer"_a, "needed"_a, "rows"_a, "now_s"_a, "link_free_s"_a, "flight_keys"_a,
           "arrival_s"_a, "action"_a, "worker"_a, "prompt_tokens"_a, "gpus"_a.none(), "held"_a.none(), "room"_a,
-          "end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s, prefetch of each background copy.")
-        .def("predict", &predict, "layer"_a, "ids"_a, "ranks"_a, "Experts that a later layer is predicted to need.")
-        .def("used", &used, "layer"_a, "needed"_a, "share"_a.none(), "A layer has run.")
+          "end_s, near_s, link_s, owner_s, loads, near, waits, and key, victim, worth_s of each background copy.")
+        .def("used", &used, "layer"_a, "needed"_a, "A layer has run.")
         .def("prompt_end", &prompt_end, "counts"_a, "tokens"_a, "requests"_a, "batch"_a,
           "Prompts have run: V is what they say of each expert.")
         .def("popularity", &popularity, "counts"_a, "tokens"_a, "top_k"_a, "batch"_a, "Popularity from elsewhere.")

@@ -14,7 +14,7 @@ namespace {
 
 class PythonLayer : public Layer {
   public:
-    PythonLayer(Core& core, const Place& place, Passes& passes, nb::object begin) : Layer(core, place, KernelTable{}, passes) {
+    PythonLayer(Core& core, const Place& place, Passes& passes, nb::object begin) : Layer(core, place, passes) {
         auto made = std::make_unique<PythonParts>(std::move(begin));
         python_ = made.get();
         made->watched = true;

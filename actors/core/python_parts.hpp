@@ -143,10 +143,10 @@ class PythonParts : public Parts {
 struct PythonRule : LayerRule {
     explicit PythonRule(PythonParts& of) : of(of) {}
     bool native() const override { return false; }
-    bool apply(Layer& layer, const Given& given, Routed& routed) override {
+    void apply(Layer& layer, const Given& given, Routed& routed) override {
         const nb::gil_scoped_acquire lock;
         const nb::object found = of.pass(layer).attr("reroute")();
-        if (found.is_none()) return true;
+        if (found.is_none()) return;
         using Ids = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
         using Weights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
         const auto [left, shares, low] = nb::cast<std::tuple<Ids, Weights, nb::object>>(found);
@@ -158,7 +158,6 @@ struct PythonRule : LayerRule {
         routed.ids = ids.data(), routed.weights = weights.data(), routed.top_k = static_cast<std::int64_t>(left.shape(1));
         for (const nb::handle key : low) routed.low.push_back(nb::cast<Key>(key));
         of.rerouted = true;
-        return true;
     }
     PythonParts& of;
     std::vector<std::int64_t> ids;

@@ -57,11 +57,11 @@ void bind_virtual(nb::module_& m) {
             return layer.add(layers);
         }, "layers"_a, "The number of the recorded scores of so many later layers.");
     nb::class_<VirtualRun>(m, "VirtualRun", "The layers of a device on a virtual clock (virtual_run.hpp).")
-        .def("__init__", [](VirtualRun* made, Core& core, VirtualLink& link, Clock& clock, const nb::capsule& kernels, double expert_s,
+        .def("__init__", [](VirtualRun* made, Core& core, VirtualLink& link, Clock& clock, double expert_s,
                             double expert_row_s, double share, double load_byte_s, double miss_s, std::int64_t neurons) {
-            new (made) VirtualRun(core, link, clock, *static_cast<const KernelTable*>(named(kernels, kKernelTable)), {expert_s, expert_row_s, share, load_byte_s, miss_s, neurons});
-        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), "core"_a, "link"_a, "clock"_a,
-           "kernels"_a, "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
+            new (made) VirtualRun(core, link, clock, {expert_s, expert_row_s, share, load_byte_s, miss_s, neurons});
+        }, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), "core"_a, "link"_a, "clock"_a,
+           "expert_s"_a, "expert_row_s"_a, "share"_a, "load_byte_s"_a, "miss_s"_a, "neurons"_a)
         .def("forward", [](VirtualRun& run, Ids ids, double dense_s, std::optional<Weights> weights, std::optional<Next> next_ids,
                            std::optional<NextScores> next_scores, const Segments& last_rows) {
             run.forward(recorded(run, ids, dense_s, weights, next_ids, next_scores, last_rows));

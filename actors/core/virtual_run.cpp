@@ -7,9 +7,9 @@
 
 namespace tiermoe::core {
 
-VirtualRun::VirtualRun(Core& core, VirtualLink& link, Clock& clock, const KernelTable& kernels, const Costs& costs)
+VirtualRun::VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs& costs)
     : of_(link, clock, costs) {
-    for (std::int64_t i = 0; i < core.layout().layers; ++i) layers_.push_back(std::make_unique<VirtualLayer>(core, i, kernels, of_));
+    for (std::int64_t i = 0; i < core.layout().layers; ++i) layers_.push_back(std::make_unique<VirtualLayer>(core, i, of_));
 }
 
 void VirtualRun::forward(const Recorded& recorded) {

@@ -54,8 +54,8 @@ struct Virtual {
 // The host's time, then kernels that let time pass.
 class VirtualLayer : public Layer {
   public:
-    VirtualLayer(Core& core, std::int64_t index, const KernelTable& kernels, Virtual& of)
-        : Layer(core, {index, core.layout().experts, of.costs.neurons, 0}, kernels, of.passes), of_(of) {}
+    VirtualLayer(Core& core, std::int64_t index, Virtual& of)
+        : Layer(core, {index, core.layout().experts, of.costs.neurons, 0}, of.passes), of_(of) {}
     // Of so many later layers' recorded scores, or of a router whose scores Python finds.
     Router add(std::int64_t layers) { return routers_.push_back(layers * place().experts), routers() - 1; }
     Router routers() const override { return static_cast<Router>(routers_.size()); }
@@ -79,7 +79,7 @@ class VirtualLayer : public Layer {
 
 class VirtualRun {
   public:
-    VirtualRun(Core& core, VirtualLink& link, Clock& clock, const KernelTable& kernels, const Costs& costs);
+    VirtualRun(Core& core, VirtualLink& link, Clock& clock, const Costs& costs);
     VirtualRun(const VirtualRun&) = delete;  // its layers refer to it
 
     const std::vector<std::unique_ptr<VirtualLayer>>& layers() const { return layers_; }

@@ -35,7 +35,7 @@ from .dispatch import DeviceBackend
 from .executors import executor_of
 from .hooks import Hooks, RerouteHook
 from .host_view import Asker, HostViews, share
-from .layer import MoeLayer
+from .layer import MoeLayer, Shared
 from .make_cache import ModelExperts, make_cache
 from .make_device import activations_of, fetch_from
 from .make_policies import (
@@ -50,7 +50,6 @@ from .make_policies import (
 from .model.form_kernels import kernels_of, make_packed_kernel
 from .model.kernels import SteppedKernel, expert_seconds, run_seconds
 from .model.model import MoeBlock, attach, detach
-from .passes import Shared
 from .peers.auto import AutoPlacer, make_auto
 from .peers.matcher import MatcherLink
 from .peers.placement import GpuPlacer, make_placer, refuse_unsuitable
@@ -333,17 +332,14 @@ class ExpertEngine:
             row = torch.zeros(1, shape.hidden, dtype=cache.pool.dtype, device=self.device.torch_device)
             views.warm(len(blocks), row, self.top_k)
         backend = DeviceBackend(cache, views, self.activations, peer_named, self.packed_kernel)
-        shared = Shared(len(blocks) - 1)
+        shared = Shared(cache, backend, self._placer, hooks, len(blocks) - 1, settings.integrity_checks)
         if self.prefetching is not None:
             shared.at_end.append(self.prefetching.ended)
         for i, block in enumerate(blocks):
             kernel = self.kernels.of(block)
             if self._clock is not None:
                 kernel = SteppedKernel(kernel, self._clock, self._layer_s)
-            layer = MoeLayer(
-                i, self.experts, cache, backend, self._placer, kernel, block.post, hooks, settings.integrity_checks,
-                shared, executor_of,
-            )  # fmt: skip
+            layer = MoeLayer(i, self.experts, shared, kernel, block.post, executor_of)
             self.layers.append(layer)
             self._handles.append(attach(block.experts, layer))
 

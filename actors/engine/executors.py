@@ -140,9 +140,9 @@ class GpuExecutor(NativeExecutor):
         fetch = backend.views.fetch
         self._experts, self._device, self._shared = step.experts, launches.device, step.shared
         core = self.core = _core.GpuLayer(
-            step.cache.core, _cpu.table(), launches.experts, None if low is None else low.experts,
-            getattr(fetch, "reads", None), MOST_GPU_ROWS, partial(_fetched, fetch, self.asked), step.index,
-            step.experts, step.cache.neurons, launches.most_rows, step.shared.passes,
+            step.cache.core, launches.experts, None if low is None else low.experts, getattr(fetch, "reads", None),
+            MOST_GPU_ROWS, partial(_fetched, fetch, self.asked), step.index, step.experts, step.cache.neurons,
+            launches.most_rows, step.shared.passes,
         )  # fmt: skip
         self._run = core.run
         install(step, self)

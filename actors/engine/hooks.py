@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from ..core import _core
 
 if TYPE_CHECKING:
     from .host_view import Asked
-    from .passes import OnPassed
 
 NO_KEYS: frozenset[int] = frozenset()
 
@@ -43,10 +42,9 @@ class View(Protocol):
 class Native(Protocol):
     """A layer in native code, for hooks whose rule native code has.
 
-    held: what it uses. on_host: its inputs are in host memory, so that each of Python's parts may read them for itself.
+    on_host: its inputs are in host memory, so that each of Python's parts may read them for itself.
     """
 
-    held: list[object]
     on_host: bool
 
     @property
@@ -93,6 +91,26 @@ class AheadHook(Protocol):
     def layer(self, index: int, view: Any) -> None:
         """The layer's demand loads are queued: prefetch for later layers, or free slots for them."""
         ...
+
+
+class Passed(NamedTuple):
+    """Passes of n layers, one behind the other, that native code has run.
+
+    layer: the first. tokens: of each. counts: rows of each expert [n, E]. scores: predicted for the next layer's
+    experts, the highest of any row [n, E], NaN where there are none; None: there are none at all. began_s, ended_s: of
+    the link's clock [n]; waited_s: for copies, in between [n].
+    """
+
+    layer: int
+    tokens: int
+    counts: NDArray[np.int64]
+    scores: NDArray[np.float64] | None
+    began_s: list[float]
+    ended_s: list[float]
+    waited_s: list[float]
+
+
+OnPassed = Callable[[Passed], object]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from ..core import _core
 from ..policies.plan import Part, by_peer
 from .cache.cache import ExpertCache
-from .hooks import NO_KEYS, Hooks, Native
-from .passes import Shared
+from .hooks import NO_KEYS, Hooks, Native, Passed
 from .placer import Placer
 from .stats import LayerStats
 
@@ -36,15 +35,60 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 Observer = Callable[[int, NDArray[np.integer], NDArray[np.float32]], None]
 
 
+class Shared:
+    """What the layers of one cache share.
+
+    Args:
+        backend: makes the views of Python's parts, and runs Python's kernels.
+        last: the last layer; -1: nobody asks for a forward's end.
+        check: check the cache's invariants after each pass.
+        passes: of the core; None: of layers whose kernels are not the simulator's.
+
+    Attributes:
+        planned: whether the placement plans the present forward.
+        inputs, out: of the present pass, or of several that run together.
+        into: where native launches leave the sums of the present pass; None: in a new tensor.
+        at_end: called when a forward's last layer has run.
+    """
+
+    def __init__(
+        self, cache: ExpertCache, backend: Backend, placer: Placer, hooks: Hooks | None = None, last: int = -1,
+        check: bool = False, passes: _core.Passes | None = None,
+    ) -> None:  # fmt: skip
+        self.cache, self.backend, self.placer = cache, backend, placer
+        self.hooks = Hooks() if hooks is None else hooks
+        self.last, self.check, self.planned = last, check, _core.Planned()
+        # what the layers' executor takes: a `_core.CpuLayers`, of recorded layers their run's
+        self.passes: Any = _core.CpuLayers() if passes is None else passes
+        self.passes.records = self.hooks.passed is not None
+        self.inputs: Sequence[Any] = ()
+        self.out: Any = None
+        self.into: Any = None
+        self.at_end: list[Callable[[], object]] = []
+
+    def begin(self, inputs: Sequence[Any]) -> None:
+        """A pass of these inputs begins, or several."""
+        self.inputs, self.planned.now = inputs, not self.placer.local
+
+    def report(self) -> None:
+        """Give the passes so far to the watcher."""
+        if self.hooks.passed is not None:
+            for found in self.passes.take():
+                self.hooks.passed(Passed._make(found))
+
+    def end_forward(self) -> None:
+        """The model's last layer has run."""
+        self.report()
+        for end in self.at_end:
+            end()
+
+
 class MoeLayer:
     """One MoE layer.
 
     Args:
-        index: number among the MoE layers. experts: of a layer.
-        backend: makes the views of Python's parts, and runs Python's kernels.
+        index: number among the MoE layers. experts: of a layer. shared: with the other layers of the cache.
         kernel: runs experts on the cache's slots. post: the model's norm after each expert, if it has one.
-        check: check the cache's invariants after each pass.
-        shared: with the other layers of the cache; None: the layer stands alone.
         make: makes the executor; None: Python's kernels.
 
     Attributes:
@@ -53,22 +97,16 @@ class MoeLayer:
     """
 
     def __init__(
-        self, index: int, experts: int, cache: ExpertCache, backend: Backend, placer: Placer, kernel: ExpertKernel,
-        post: torch.nn.Module | None = None, hooks: Hooks | None = None, check: bool = False,
-        shared: Shared | None = None, make: Callable[[MoeLayer], Executor] | None = None,
+        self, index: int, experts: int, shared: Shared, kernel: ExpertKernel, post: torch.nn.Module | None = None,
+        make: Callable[[MoeLayer], Executor] | None = None,
     ) -> None:  # fmt: skip
-        self.index, self.experts, self.kernel, self.post = index, experts, kernel, post
-        self.cache, self.backend, self.placer = cache, backend, placer
-        self.hooks = Hooks() if hooks is None else hooks
+        self.index, self.experts, self.shared, self.kernel, self.post = index, experts, shared, kernel, post
+        self.cache, self.backend, self.placer, self.hooks = shared.cache, shared.backend, shared.placer, shared.hooks
         self.observers: list[Observer] = []
-        self.check = check
-        self.shared = Shared() if shared is None else shared
-        if self.hooks.passed is not None:
-            self.shared.on_passed, self.shared.passes.records = self.hooks.passed, True
         self._view: Any = None  # of the present pass, where it was read before
         self.executor: Executor = PythonExecutor(self) if make is None else make(self)
-        if placer.native is not None:
-            self.executor.core.placement(placer.native)
+        if self.placer.native is not None:
+            self.executor.core.placement(self.placer.native)
 
     @property
     def stats(self) -> LayerStats:
@@ -78,7 +116,7 @@ class MoeLayer:
     @property
     def alone(self) -> bool:
         """Whether its passes are calls of `forward`, since somebody watches each one."""
-        return bool(self.observers) or self.cache.timeline.enabled or self.check
+        return bool(self.observers) or self.cache.timeline.enabled or self.shared.check
 
     def forward(self, *inputs: Any) -> Any:
         """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on a shard what its `Backend.look` takes.
@@ -88,7 +126,7 @@ class MoeLayer:
         """
         shared, timeline = self.shared, self.cache.timeline
         began_s = time.perf_counter() if timeline.enabled else 0.0
-        shared.begin(inputs, self.placer)
+        shared.begin(inputs)
         if self.observers or self.executor.looks:
             self._view = view = self.backend.look(self, bool(self.observers), *inputs)
             for observe in self.observers:
@@ -104,7 +142,7 @@ class MoeLayer:
             timeline.span("compute", f"L{self.index} experts", began_s, time.perf_counter())
             if self.index == len(self.cache.stats.layers) - 1:
                 timeline.end("forward")
-        if self.check:
+        if shared.check:
             self.cache.check_integrity()
         return out
 

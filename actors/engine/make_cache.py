@@ -18,9 +18,9 @@ from ..policies.slot_classes import make_eviction
 from ..policy_settings import PolicySettings
 from ..settings import CopySettings, EngineSettings, LinkSettings
 from ..slot_budget import SlotSizes, divide
-from ..store.format import ExpertShape, Published
+from ..store.format import ExpertShape, Manifest, Published
 from .cache.cache import ExpertCache
-from .cache.device import CpuDevice, Device
+from .cache.device import CpuDevice, Device, PinReport
 from .cache.form_slots import FormPool, FormWeights
 from .cache.host_tier import HostTier
 from .cache.links import CacheLink, Carrier, loader_link
@@ -29,6 +29,7 @@ from .cache.low_bits import ReplicaWeights, make_part
 from .cache.places import disk_link, linkable, mapped_link, thread_link
 from .cache.slot_map import SlotMap
 from .cache.slots import ExpertSource, LayerWeights, MappedPool, SlotMemory, SlotPool
+from .cache.sources import Sources
 from .cuda.device import CudaDevice
 from .cuda.stream_link import stream_link
 from .stats import EngineStats, LayerStats, Timeline
@@ -133,7 +134,27 @@ def make_cache(
     )
 
 
-def make_tier(settings: EngineSettings, model: ModelExperts) -> HostTier:
+def host_experts(
+    sources: Sources, manifest: Manifest, settings: EngineSettings, device: Device, dtype: torch.dtype,
+    own: Sequence[int] | None = None,
+) -> PinReport | None:  # fmt: skip
+    """Make the sources of one process ready: host memory of their own that reads the disk, where the settings have
+    such; else the mapped layers as the device pins them, and what it says.
+
+    own: keys of the experts that are copied from here; None: all.
+
+    Raises:
+        BudgetError, ConfigError: as `make_tier`. StoreError: a file cannot be opened, or read.
+    """
+    experts = manifest.experts
+    if settings.host_bytes is None or settings.budget.mapped:
+        return sources.pin(device, settings.copies, own, experts.num_experts)
+    stored = ModelExperts(experts, sources.weights, dtype, published=manifest.published)
+    sources.read_into(make_tier(settings, stored, own))
+    return None
+
+
+def make_tier(settings: EngineSettings, model: ModelExperts, own: Sequence[int] | None = None) -> HostTier:
     """The host memory that slots of a device are loaded from: `host_bytes` of the settings, for experts as stored.
 
     Who is used most stays: what is used again soon is in the device's slots, so that recency says little here.
@@ -142,9 +163,9 @@ def make_tier(settings: EngineSettings, model: ModelExperts) -> HostTier:
         BudgetError: it does not hold an expert. ConfigError: some experts are on other nodes.
     """
     stored = replace(model, replicas=None, mapped=True)
-    own = settings.model_copy(update={"policy": _TIER, "budget": Budget(mapped=True), "trace": False})
-    keys = range(len(model.sources) * model.shape.num_experts)
-    return HostTier(make_cache(own, stored, CpuDevice(LinkSettings(), "real"), keys))
+    for_tier = settings.model_copy(update={"policy": _TIER, "budget": Budget(mapped=True), "trace": False})
+    keys = range(len(model.sources) * model.shape.num_experts) if own is None else own
+    return HostTier(make_cache(for_tier, stored, CpuDevice(LinkSettings(), "real"), keys))
 
 
 def _on_this_node(sources: Sequence[ExpertSource]) -> list[LayerWeights | FormWeights]:

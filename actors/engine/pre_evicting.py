@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core import _core
-from ..policies.activeevict import ImportanceEviction, PreEviction
+from ..policies.activeevict import ImportanceEviction, ImportanceState, PreEviction
 from .cache.cache import ExpertCache
 from .host_view import Asked
 
@@ -39,14 +39,17 @@ class PreEvicting:
         self, decide: PreEviction, cache: ExpertCache, layers: int, experts: int, score: Score,
         routers: Sequence[Any] = (),
     ) -> None:  # fmt: skip
-        self._routers = routers
-        self._decide, self._cache, self._layers, self._experts, self._score = decide, cache, layers, experts, score
-        self._importance = cache.eviction.state if isinstance(cache.eviction, ImportanceEviction) else None
-        self._first = _core.FirstScores()  # logits of the first layer, one row a sequence
+        self._routers, self._cache, self._layers, self._score = routers, cache, layers, score
+        order = cache.eviction
+        # another order goes by no prediction: it is kept here alone
+        state = order.state if isinstance(order, ImportanceEviction) else ImportanceState(
+            layers, experts, alpha=0.0, gamma=1.0, window=1, top_k=decide.top_k
+        )  # fmt: skip
+        self._native = _core.PreEviction(state.native, decide.threshold, decide.most)
 
     def begin_forward(self, last_rows: Sequence[int]) -> None:
         """A forward begins; last_rows: the last row of each sequence."""
-        self._first.last_rows = list(last_rows)
+        self._native.begin_forward(list(last_rows))
 
     def scored_at(self, index: int) -> list[int]:
         """The layers whose scores `layer` reads."""
@@ -55,44 +58,26 @@ class PreEvicting:
 
     def layer(self, index: int, view: Any) -> None:
         """A layer's routing is known and its loads are queued: free slots."""
-        if index == 0:
-            own = self._score(0, view)
-            self._first.keep(np.empty((0, self._experts)) if own is None else np.asarray(own, np.float64))
-        following = index + 1 if index + 1 < self._layers else 0
-        logits = self._score(following, view) if following else self._first.scores
-        if self._importance is None:
-            if logits is not None:
-                self._release(following, logits)
-        elif logits is None:
-            self._importance.saw(index, view.picked)
-        else:
-            cache, decide, residency = self._cache, self._decide, self._cache.residency
-            victims = self._importance.release(
-                index, view.picked, following, logits, residency.states, residency.evictable_now, residency.free_slots,
-                decide.threshold, decide.most,
-            )  # fmt: skip
-            if victims:
-                cache.core.leave(victims, following)
+        own, following = None, None
+        for later in self.scored_at(index):
+            found = self._score(later, view)
+            logits = None if found is None else np.ascontiguousarray(found, np.float32)
+            if later == index:
+                own = logits
+            else:
+                following = logits
+        core, ids = self._cache.core, np.ascontiguousarray(view.picked, np.int64)
+        core.vacate(self._native.slots(index, ids, own, following, core.states), (index + 1) % self._layers)
 
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """As of `hooks.AheadHook`; None: the eviction is not native code's."""
-        state = getattr(self._importance, "handle", None)  # of the state in native code
-        if state is None or not self._routers:
+        """As of `hooks.AheadHook`; None: the routers are unknown."""
+        if not self._routers:
             return None
         own, *later = [Asked(router, softmax=False) for router in self._routers]
         first, asked = None if index else own, later[index] if index + 1 < self._layers else None
         if not all(one is None or to.finds(one) for one in (first, asked)):
             return None
-        rule, release = self._decide, to.core.release_slots
-        return lambda: release(to.router(first), to.router(asked), rule.threshold, rule.most, state, self._first)
-
-    def _release(self, layer: int, logits: NDArray[np.floating]) -> None:
-        """Free the release target of a layer, in the order of an eviction that knows no prediction."""
-        residency, first = self._cache.residency, layer * self._experts
-        held = residency.occupied(first, first + self._experts)
-        slots = self._decide.slots(logits, held)
-        if slots > residency.free_slots:
-            self._cache.core.vacate(slots, layer)
+        return lambda: to.core.release_slots(to.router(first), to.router(asked), self._native)
 
 
 def last_rows(spans: Sequence[Any]) -> list[int]:

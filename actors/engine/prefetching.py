@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...kernels import _cpu
 from ..core import _core
-from ..policies.prefetch import LayerSeen, PrefetchPolicy, Ranking, Span, Wanted, runs
+from ..policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, runs
 from ..policies.prefetch_trials import DecodeForward, PrefetchTrials
 from ..policies.routing import SequenceRows
 from .cache.cache import ExpertCache
@@ -32,7 +31,6 @@ if TYPE_CHECKING:  # torch: the simulator uses this module without it
 
 _UNANNOUNCED = "a forward that was not announced"
 _NO_IDS = np.empty((0, 0), np.int64)
-NATIVE = Ranking(_cpu.rank_by_votes, _cpu.rank_by_score)
 See = Callable[[int, Sequence[Span], Any], LayerSeen]  # (layer, spans, view) -> the policy's view
 
 
@@ -137,7 +135,7 @@ class Prefetching:
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
         """As of `hooks.AheadHook`: native code prefetches by scores of later routers."""
         policy, ask = self.policy, to.core.ask_routers
-        spec = policy.native(0) if self._shards is None else None  # else other devices load, too
+        spec = policy.native() if self._shards is None else None  # else other devices load, too
         if spec is None or (policy.wraps and policy.distance > 1):
             return None
         by = _core.ByScores(spec.votes, spec.top, policy.wraps, policy.streams, self._cache.number_of(policy.name))
@@ -305,7 +303,7 @@ class RouterPrefetching(Prefetching):
         if policy.needs_probabilities:
             own = self._own[index]
             probabilities = None if own is None else view.scores(own)
-        return LayerSeen(index, spans, view.picked if policy.needs_ids else _NO_IDS, probabilities, lookahead, NATIVE)
+        return LayerSeen(index, spans, view.picked if policy.needs_ids else _NO_IDS, probabilities, lookahead)
 
     def _ahead(self, gates: Sequence[RouterProbe] | None) -> list[list[Asked | None]]:
         """The scores of the later layers on each layer's input, by distance: as one product where it can be."""

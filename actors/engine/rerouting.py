@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import ConfigError
-from ...kernels.substitute import numbers
-from ..policies.activeevict import Budget
-from ..policies.buddymoe import Replacement
+from ..policies.foreign import is_ours
 from ..policies.hobbit import MixedPrecision
 from ..policies.residency import State
-from ..policies.routing import RerouteView, Rerouting
+from ..policies.routing import NativeRule, RerouteView, Rerouting
 from .cache.cache import ExpertCache
 from .hooks import NO_KEYS, View
 from .host_view import Asked
@@ -82,24 +78,17 @@ class Rerouter:
         return NO_KEYS
 
     def native(self, index: int, to: Native) -> Callable[[], object] | None:
-        """As of `hooks.RerouteHook`. A rule that reads other GPUs' caches is Python's."""
-        spec = None if self._joined is not None else self.rule.native(index)
-        if isinstance(spec, Replacement):
-            asked = self._asked[index]
-            return partial(self._replace, spec, asked, to) if asked is None or to.finds(asked) else None
-        if isinstance(spec, Budget):
-            return partial(to.core.drop_unfit, spec.min_top_k, spec.renormalise)
-        return None
+        """As of `hooks.RerouteHook`: the pass calls a native rule itself.
 
-    def _replace(self, spec: Replacement, asked: Asked | None, to: Native) -> None:
-        draws, after, buddies = spec.draws, spec.next, spec.buddies
-        read = (0, 0, 0) if draws is None or after is None else (draws.ctypes.data, len(draws), after.ctypes.data)
-        to.held.append(spec)
-        to.core.replace_missing(
-            to.router(asked), *read, spec.full.ctypes.data, spec.emptied.ctypes.data, buddies.ids.ctypes.data,
-            buddies.similarity.ctypes.data, numbers((0, self._top_k), buddies, spec.options, spec.tau),
-            math.inf if spec.beta is None else spec.beta,
-        )  # fmt: skip
+        Not one that goes by other GPUs' caches, too, nor a class from outside of this repository, which may have
+        changed what it inherits: `layer` calls these.
+        """
+        rule, asked = self.rule, self._asked[index]
+        if self._joined is not None or not isinstance(rule, NativeRule) or not is_ours(type(rule)):
+            return None
+        if asked is not None and not to.finds(asked):
+            return None
+        return lambda: to.core.rule(rule.handle, to.router(asked))
 
     def _view(self, layer: int) -> RerouteView:
         own = reroute_view(self._cache, layer, self._top_k)

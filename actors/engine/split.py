@@ -25,7 +25,7 @@ from ..policies.moepic.configure import Configured, Room, Times, configure
 from ..policies.moepic.split import LayerStatistics, Picks, Priorities, SplitOptions, observe
 from ..policy_settings import PolicySettings
 from .cache.cache import ExpertCache
-from .passes import Passed
+from .hooks import Passed
 from .prefetching import Prefetching
 from .stats import ConfiguratorStats
 

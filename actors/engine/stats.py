@@ -20,6 +20,7 @@ _COUNTED = (
     "migrations", "ndp_losses", "ndp_refusals", "shard_losses", "shard_refusals", "substitutions", "dropped",
     "decode_hits", "decode_misses", "decode_ndp_experts", "decode_shard_experts", "decode_blocked_io_s",
 )  # fmt: skip
+_HOST_COUNTED = ("hits", "misses", "bytes_demand", "bytes_prefetch", "bytes_wasted", "waited_s")  # of `HostMemoryStats`
 
 
 @dataclass(slots=True)
@@ -271,7 +272,10 @@ class EngineStats:
 
     def counters(self) -> dict[str, float]:
         """Totals that only rise between resets, as in `actors.sample.ProcessSample.counters`."""
-        return asdict(self.total()) | {name: getattr(self, name) for name in _COUNTED}
+        found = asdict(self.total()) | {name: getattr(self, name) for name in _COUNTED}
+        if (host := self.host_memory) is not None:
+            found |= {f"host_{name}": getattr(host, name) for name in _HOST_COUNTED}
+        return found
 
     def reset(self) -> None:
         """Zero what counts requests; sizes, losses and trials stay."""

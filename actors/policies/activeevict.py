@@ -8,17 +8,37 @@ routing budget-aware     each token uses as many of its experts as are resident 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ...kernels.importance import ImportanceState, drop_beyond, misses_fit, release_slots
 from ..core import _core
 from .eviction import NativeOrder
 from .registry import PolicyContext, PolicyOptions, Preset, register
-from .routing import Ids, Rerouted, RerouteView, Rerouting, RoutingOptions, Weights
+from .routing import NativeRule, Rerouting, RoutingOptions
+
+
+class ImportanceState:
+    """u, p-hat and the residents (equations 8 to 13), which native code reads and writes in place.
+
+    Attributes:
+        values: u [L, E]. predicted: p-hat [L, E]. resident: [L*E]. stamp: number of the last use [L*E]. top_k: K.
+        native: for `_core.WholeOrder` and `_core.PreEviction`.
+
+    Args:
+        layers, experts: L and E. alpha: weight of h in s. gamma, window: of u. top_k: K.
+    """
+
+    def __init__(self, layers: int, experts: int, alpha: float, gamma: float, window: int, top_k: int) -> None:
+        self.values, self.predicted, self.top_k = np.zeros((layers, experts)), np.zeros((layers, experts)), top_k
+        self.resident, self.stamp = np.zeros(layers * experts, np.bool_), np.zeros(layers * experts, np.int64)
+        powers: NDArray[np.float64] = gamma ** np.arange(2 * window, dtype=np.float64)
+        picked, seen = np.zeros((layers, window, top_k), np.int64), np.zeros(layers, np.int64)
+        self.native = _core.Importance(
+            alpha, powers, self.values, picked, seen, self.predicted, self.resident.view(np.uint8), self.stamp
+        )
 
 
 @register("eviction", "importance")
@@ -70,7 +90,7 @@ class ImportanceEviction(NativeOrder):
         if window < 1:
             raise ValueError(f"the window holds {window} tokens, not at least 1")
         self.state = ImportanceState(layers, experts, alpha, gamma, window, top_k)
-        super().__init__(_core.WholeOrder("importance", layers, experts, importance=self.state.handle))
+        super().__init__(_core.WholeOrder("importance", layers, experts, importance=self.state.native))
 
 
 @register("pre_evict", "off")
@@ -95,11 +115,12 @@ class ReleaseOptions(PreEvictOptions):
 @register("pre_evict", "release-target")
 @dataclass(frozen=True, slots=True)
 class PreEviction:
-    """The release target of ActiveEvict (section 3.3). State: none. O(T*E + E log E) per layer.
+    """The release target of ActiveEvict (section 3.3), native (`core/pre_eviction.hpp`). O(T*E + E log E) per layer.
 
     Symbols: p_(j) the j-th greatest of p-hat, ties by number; k the width; delta_j = p_(j) - p_(j+1) (15); tau
     `threshold`; r_max `most`. r_k counts those of delta_k .. delta_(k+r_max-1) that exist and are under tau. The
-    paper's k is one token's routing width; for a batch, k is the number of distinct experts in the predictions.
+    target is k less those of the k that have a slot, and r_k, at most as many as the layer has experts without a slot.
+    The paper's k is one token's routing width; for a batch, k is the number of distinct experts in the predictions.
 
     Args:
         top_k: of the router. threshold: in probability, 0: no redundancy. most: slots of redundancy at most.
@@ -114,18 +135,9 @@ class PreEviction:
     def make(cls, options: Any, context: PolicyContext) -> PreEviction:
         return cls(context.top_k, options.tau, options.r_max)
 
-    def slots(self, logits: NDArray[np.floating], held: NDArray[np.bool_]) -> int:
-        """Slots that should be free before a layer, at most as many as it has experts without a slot.
-
-        Args:
-            logits: r-hat, the layer's router on the hidden states before it [T, E], T at least 1.
-            held: experts of the layer that have a slot [E].
-        """
-        return release_slots(logits, held, self.top_k, self.threshold, self.most)
-
 
 @register("routing", "budget-aware")
-class BudgetAwareTopK(Rerouting):
+class BudgetAwareTopK(NativeRule):
     """Each token runs as many of its experts as are resident or fit into free slots (ActiveEvict, section 3.4).
 
     `pre_evict` has freed slots for the predicted experts; of further misses the experts of least weight are dropped.
@@ -156,25 +168,4 @@ class BudgetAwareTopK(Rerouting):
         return cls(context.renormalise, options.min_top_k)
 
     def __init__(self, renormalise: bool = True, min_top_k: int = 1) -> None:
-        self.renormalise, self.min_top_k = renormalise, min_top_k
-
-    def keeps(self, ids: Ids, view: RerouteView) -> bool:
-        return misses_fit(ids, view.available, view.vacant)
-
-    def reroute(
-        self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
-    ) -> Rerouted:
-        kept, scaled, dropped = drop_beyond(
-            ids, weights, view.available, view.vacant, self.min_top_k, self.renormalise
-        )  # fmt: skip
-        return Rerouted(kept, scaled, dropped=dropped)
-
-    def native(self, layer: int) -> Budget | None:
-        return Budget(self.min_top_k, self.renormalise) if self.min_top_k else None
-
-
-class Budget(NamedTuple):
-    """`BudgetAwareTopK` for native code."""
-
-    min_top_k: int
-    renormalise: bool
+        super().__init__(_core.BudgetRule(min_top_k, renormalise))

@@ -79,10 +79,9 @@ class Without(IntFlag):
 
     FUTURE: the choice between link and near data ignores later uses. VALUES: victims by last use (LRU), all admitted.
     LEARNING: fixed weights w. BACKGROUND: a miss that is computed near data is not copied behind it. PREFETCH: nothing
-    is copied for the next layer. RESIDENTS: what is here runs here. CORRECTION: costs stay as given. ADMISSION: what is
-    loaded always takes a slot. PRICE: background copies cost nothing. REFUSAL: a copy under way is always waited for.
-    SPLIT: every miss is computed near data. SHADOWS: no other rule
-    is followed.
+    is copied for a prompt's next layer. RESIDENTS: what is here runs here. CORRECTION: costs stay as given. ADMISSION:
+    what is loaded always takes a slot. PRICE: background copies cost nothing. REFUSAL: a copy under way is always
+    waited for. SPLIT: every miss is computed near data. SHADOWS: no other rule is followed.
     """
 
     NOTHING = 0
@@ -128,12 +127,11 @@ class Costs(NamedTuple):
 
 class Wanted(NamedTuple):
     """A background copy. victim: the resident that it displaces; None: its layer has a free slot. worth_s: seconds that
-    it is expected to save. prefetch: it is for the next layer; else a miss that was computed near data."""
+    it is expected to save."""
 
     key: int
     victim: int | None
     worth_s: float
-    prefetch: bool
 
 
 class Followed(NamedTuple):
@@ -201,7 +199,6 @@ class Auto:
         S[l]: seconds that one more resident of the layer would have saved; average of its layers with misses, of weight
             1 / (1 + n) at the n-th, at least 0.05.
         rho: share of the wanted background copies that got done.
-        q: precision of each rank of the next router's prediction.
         shadows: of three rules with a cache of their own, LRU in each layer's share: on-demand (every miss over the
             link), fill (every miss near data, and copied behind, newest 24), split (misses over the link and near data,
             so that the layer ends first, a load worth S / 4); who holds which expert, and mean seconds of a token by
@@ -219,11 +216,11 @@ class Auto:
            while it ends there before that GPU would: first what spares most there for its work. So many go as give the
            least end, plus S max(0, V' - v_1) for each that its owner would have loaded.
         4. Background: misses computed near data are worth S (V' - v_1), or if more S R (q - q_1), q the request's
-           average, q_1 that of the resident of least V, R half of a request's remaining tokens; those for layer l + 1
-           S' q (timely + max(0, V' - v')). The best 24 stay in a pool until their layer comes. A copy may begin if its
-           worth is at least its price: what it delays this layer's near-data work, plus for the part beyond the next
-           layer's begin n c / (c + t) + P(near data ends last) (1 - c / c_busy), n the loads of a layer, at most 1;
-           for the first one where the link was idle, plus what d grows by.
+           average, q_1 that of the resident of least V, R half of a request's remaining tokens. The best 24 stay in a
+           pool until their layer comes. A copy may begin if its worth is at least its price: what it delays this
+           layer's near-data work, plus for the part beyond the next layer's begin n c / (c + t) + P(near data ends
+           last) (1 - c / c_busy), n the loads of a layer, at most 1; for the first one where the link was idle, plus
+           what d grows by.
         5. Residents go near data one by one while that ends the layer sooner.
         6. Tries: link or near data, unused for 64 layers with misses, is taken for 1 and 4 where the first loses at
            most what its tries may cost: 1% of the time, less what earlier ones lost. If a layer ended so much sooner
@@ -243,7 +240,7 @@ class Auto:
     hits, misses and rows in this layer's proportion; the difference must exceed what near data here loses. The dense
     part of a prompt grows with its tokens, and is learned from plan to plan. So a layer is streamed, loaded on demand,
     or computed near data, or a part each, as its costs say.
-    After a layer, `used`: averages, S, q, V. What was loaded takes a slot if its V exceeds the least: `admit`.
+    After a layer, `used`: averages, S, V. What was loaded takes a slot if its V exceeds the least: `admit`.
     After a prompt, `prompt_end`: V is of the prompt's counts blended with popularity. Eviction by V keeps its experts.
 
     Cost: `plan` O(n (log n + W F) + E) for n needed experts and F copies under way, `used` O(E); no allocation.
@@ -301,23 +298,12 @@ class Auto:
             layer, needed, rows, now_s, link_free_s, flight_keys, arrival_s, actions, workers, prompt_tokens, gpus,
             held, room,
         )  # fmt: skip
-        named = [Wanted(key, None if victim < 0 else victim, worth, fetch) for key, victim, worth, fetch in wanted]
+        named = [Wanted(key, None if victim < 0 else victim, worth_s) for key, victim, worth_s in wanted]
         return LayerPlan(actions, workers, named, end_s, near_s, link_s, loads, near, waits, owner_s)
 
-    def predict(self, layer: int, ids: Ids) -> None:
-        """Name the experts that a layer is predicted to need, before the plan of the layer before it.
-
-        ids: int32 [rows, P], best first; P may exceed top-K. Raises ValueError: there is no such layer or expert.
-        """
-        self.native.predict(layer, np.ascontiguousarray(ids), ids.shape[1])
-
-    def used(self, layer: int, needed: Ids, share: NDArray[np.float32] | None = None) -> None:
-        """Tell that a layer of a decode step has run, and after the last layer that the step has.
-
-        share: float32 [E], how much the router asked for each expert, 0 to 1: a near miss counts a little; None: 1 for
-        those needed.
-        """
-        self.native.used(layer, needed, share)
+    def used(self, layer: int, needed: Ids) -> None:
+        """Tell that a layer of a decode step has run, and after the last layer that the step has."""
+        self.native.used(layer, needed)
 
     def prompt_end(self, counts: NDArray[np.int64], tokens: int, requests: int, batch: int) -> None:
         """Prompts have run: V is what they and popularity say of each expert.

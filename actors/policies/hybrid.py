@@ -187,7 +187,7 @@ class LlamaCppCache(HybridRule):
         if prompt:
             return []
         states, base = self.states[layer], layer * self.experts
-        return [Wanted(base + e, None, 0.0, False) for e in away if not states[e]]
+        return [Wanted(base + e, None, 0.0) for e in away if not states[e]]
 
 
 @register("placement", "freetoken")
@@ -324,5 +324,5 @@ class HybriMoe(HybridRule):
                 if rows[i] not in gains_s:
                     gains_s[rows[i]] = before_s - self.schedule(rows, [*here[:i], True, *here[i + 1 :]])[1]
                 if gains_s[rows[i]] > 0:
-                    found.append(Wanted(later * self.experts + expert, None, gains_s[rows[i]], True))
+                    found.append(Wanted(later * self.experts + expert, None, gains_s[rows[i]]))
         return sorted(found, key=lambda one: -one.worth_s)[:room]

@@ -18,14 +18,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from ..core import _core
 from .foreign import shown
-from .registry import MaybeNative, PolicyContext, PolicyOptions, policy_base, register
+from .registry import PolicyContext, PolicyOptions, policy_base, register
 
 Floats = NDArray[np.float32]
 Lookahead = Callable[[int], NDArray[np.floating] | None]
@@ -48,32 +50,13 @@ class Span:
 def predicted_experts(logits: NDArray[np.floating], top: int, base: int = 0) -> list[int]:
     """Experts that a later router would pick, most wanted first.
 
-    Each token votes for its `top` experts; experts are ordered by votes, then highest logit, then number. This is the
-    gate look-ahead of Mixtral-Offloading, AdapMoE and MoEpic, over all tokens of a batch.
+    Each token votes for its `top` experts, ties to the lowest number; experts are ordered by votes, then highest logit,
+    then number. This is the gate look-ahead of Mixtral-Offloading, AdapMoE and MoEpic, over all tokens of a batch.
 
     Args:
-        logits: router logits [T, E]. top: experts per token. base: key of the first expert.
+        logits: router logits [T, E], float32 or float64. top: experts per token. base: key of the first expert.
     """
-    tokens, experts = logits.shape
-    top = min(top, experts)
-    if tokens == 1:
-        order = (-logits[0]).argsort(kind="stable")[:top]
-    else:
-        votes = picks(logits, top).sum(axis=0)
-        order = np.lexsort((-logits.max(axis=0), -votes))[: np.count_nonzero(votes)]  # stable: then by number
-    return (order + base).tolist() if base else order.tolist()
-
-
-def picks(scores: NDArray[np.floating], top: int) -> NDArray[np.bool_]:
-    """Whether an expert is among the `top` highest of its row of scores [T, E], top <= E; ties: lowest number."""
-    tokens, experts = scores.shape
-    last = np.partition(scores, experts - top, axis=1)[:, experts - top, None]  # [T, 1], the top-th largest
-    picked = scores >= last  # [T, E]
-    if np.count_nonzero(picked) != tokens * top:  # ties at the last place: lowest numbers first
-        above = scores > last
-        tied = scores == last
-        picked = above | (tied & (tied.cumsum(axis=1) <= top - above.sum(axis=1, keepdims=True)))
-    return picked
+    return _core.rank_by_votes(logits, top, base)
 
 
 def by_score(scores: NDArray[np.floating], top: int, base: int = 0) -> tuple[list[int], list[float]]:
@@ -81,27 +64,17 @@ def by_score(scores: NDArray[np.floating], top: int, base: int = 0) -> tuple[lis
 
     base: key of the first expert.
     """
-    if len(scores) == 1:
-        best, order = scores[0], (-scores[0]).argsort(kind="stable")[:top]
-    else:
-        named = picks(scores, min(top, scores.shape[1])).sum(axis=0)  # [E]
-        best = np.where(named, scores.max(axis=0), 0.0)
-        order = np.argsort(-best, kind="stable")
-    order = order[best[order] > 0]
-    return (order + base).tolist(), best[order].tolist()
+    return _core.rank_by_score(scores, top, base)
 
 
 class Ranking(NamedTuple):
-    """The two orders of experts by scores; executors may have native ones with the same results.
-
-    Arguments: scores [T, E], experts that each row names, key of the first expert.
-    """
+    """The two orders of experts by scores. Arguments: scores [T, E], experts that each row names, key of the first."""
 
     by_votes: Callable[[NDArray[np.floating], int, int], list[int]] = predicted_experts
     by_score: Callable[[NDArray[np.floating], int, int], tuple[list[int], list[float]]] = by_score
 
 
-REFERENCE = Ranking()
+RANKING = Ranking()
 
 
 class LayerSeen(NamedTuple):
@@ -119,7 +92,7 @@ class LayerSeen(NamedTuple):
     ids: NDArray[np.integer]
     probabilities: NDArray[np.floating] | None
     lookahead: Lookahead
-    rank: Ranking = REFERENCE
+    rank: Ranking = RANKING
 
 
 class Wanted(NamedTuple):  # made by the dozen in each layer: a frozen dataclass takes three times as long
@@ -213,6 +186,15 @@ class NextLayerOptions(PrefetchOptions):
             raise ValueError(f"prefetch {self.kind} is for the next layer: leave distance out")
 
 
+class NextGateOptions(PrefetchOptions):
+    """Options of `next-gate`."""
+
+    whole_layers: bool = Field(
+        default=False, description="a forward with 64 pairs of token and expert for each expert, or more, that needs "
+        "most experts of its layer prefetches all of the next one; not with synchronous",
+    )  # fmt: skip
+
+
 class PrefetchAnswers:
     """Checks what a prefetch policy answers; raises TypeError or ValueError."""
 
@@ -247,7 +229,7 @@ class PrefetchAnswers:
 
 
 @policy_base("prefetch", answers=PrefetchAnswers)
-class PrefetchPolicy(MaybeNative, ABC):
+class PrefetchPolicy(ABC):
     """Which experts of later layers to prefetch. Pure: NumPy, deterministic, owns its state.
 
     Attributes:
@@ -298,6 +280,17 @@ class PrefetchPolicy(MaybeNative, ABC):
     def begin_forward(self, spans: Sequence[Span]) -> Sequence[Wanted]:
         """A forward pass begins; unknown sequences begin with it."""
         return []
+
+    def native(self) -> NativeScores | None:
+        """How native code prefetches in place of `observed`; None: it does not. A class that defines methods of its
+        own loses what it inherits.
+        """
+        return None
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if "native" not in vars(cls) and any(isinstance(found, FunctionType) for found in vars(cls).values()):
+            cls.native = PrefetchPolicy.native  # type: ignore[method-assign]
 
     @abstractmethod
     def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
@@ -384,13 +377,7 @@ class NextGatePrefetch(LayeredPrefetch):
         layers, experts: L and E. top: experts per token. whole_layers: see above; not where the forward waits.
     """
 
-    class Options(PrefetchOptions):
-        whole_layers: bool = Field(
-            default=False, description="a forward with 64 pairs of token and expert for each expert, or more, that "
-            "needs most experts of its layer prefetches all of the next one; not with synchronous",
-        )  # fmt: skip
-
-
+    Options: ClassVar[type[PrefetchOptions]] = NextGateOptions
     name: ClassVar[str] = "next-gate"
     stateless: ClassVar[bool] = True
     needs_ids = False
@@ -419,7 +406,7 @@ class NextGatePrefetch(LayeredPrefetch):
                 layers.append(seen.rank.by_votes(scores, self.top, layer * self._experts))
         return WantedKeys(layers, range(0, -sum(map(len, layers)), -1))
 
-    def native(self, layer: int) -> NativeScores:
+    def native(self) -> NativeScores:
         return NativeScores(self.top, votes=True)
 
 

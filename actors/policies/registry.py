@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -279,16 +279,3 @@ def options_class(point: Point, kind: str) -> type[PolicyOptions]:
 def _options_of(cls: Any) -> type[PolicyOptions]:
     found: type[PolicyOptions] = cls if issubclass(cls, PolicyOptions) else cls.Options
     return found
-
-
-class MaybeNative:
-    """A policy of which native code may have a version. A class that changes what such a policy does loses it."""
-
-    def native(self, layer: int) -> Any:
-        """What native code's version needs at a layer, as plain data; None: there is none."""
-        return None
-
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)
-        if "native" not in vars(cls) and any(isinstance(found, FunctionType) for found in vars(cls).values()):
-            cls.native = MaybeNative.native  # type: ignore[method-assign]

@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from ..core import _core
 from .foreign import shown
 from .prefetch import PrefetchOptions, PrefetchPolicy
-from .registry import MaybeNative, PolicyContext, PolicyOptions, Preset, make, policy_base, register
+from .registry import PolicyContext, PolicyOptions, Preset, make, policy_base, register
 
 Ids = NDArray[np.int64]
 Weights = NDArray[np.float32]
@@ -103,7 +104,6 @@ class RoutingOptions(PolicyOptions):
     min_top_k: int = Field(default=1, ge=1, description="with budget-aware: least experts that a token keeps")
 
 
-
 @register("on_miss", "load")
 class MissOptions(PolicyOptions):
     """What happens to missing experts; kind load: they are loaded."""
@@ -155,7 +155,7 @@ class ReroutingAnswers:
 
 
 @policy_base("routing", "on_miss", answers=ReroutingAnswers)
-class Rerouting(MaybeNative, ABC):
+class Rerouting(ABC):
     """A rule that changes routing.
 
     Attributes:
@@ -195,6 +195,30 @@ class Rerouting(MaybeNative, ABC):
             layer: from 0 over MoE layers. probabilities: softmax of the router's logits [T, E].
             ids, weights: [T, K] as the model picked them, ids distinct in a row.
         """
+
+
+class NativeRule(Rerouting):
+    """A rule in native code (`actors/core/rules.hpp`), which a layer's pass calls without Python.
+
+    Attributes:
+        handle: the rule, of all layers.
+    """
+
+    def __init__(self, handle: _core.Rule) -> None:
+        self.handle = handle
+
+    def keeps(self, ids: Ids, view: RerouteView) -> bool:
+        return self.handle.keeps(np.ascontiguousarray(ids, np.int64), view.available, view.vacant)
+
+    def reroute(
+        self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
+    ) -> Rerouted:
+        shares = None if probabilities is None else np.ascontiguousarray(probabilities, np.float32)
+        found = self.handle.reroute(
+            layer, np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(weights, np.float32), shares,
+            view.available, view.vacant, view.emptied, view.shard_of, view.filling,
+        )  # fmt: skip
+        return Rerouted(ids, weights) if found is None else Rerouted(*found)
 
 
 def drop_pairs(ids: Ids, weights: Weights, dropped: NDArray[np.bool_], renormalise: bool) -> Rerouted:

@@ -130,12 +130,12 @@ def median_ratio(values: Sequence[float], over: Sequence[float]) -> float | None
     return None if math.isinf(middle) else middle
 
 
-def _add_transfers(study: Study, section: str = "emulated") -> None:
-    """Add `Transfers` to a section's rows, and under `replayed` those of a replay of the same prompts."""
+def _add_transfers(study: Study) -> None:
+    """Add `Transfers` to the served rows, and under `replayed` those of a replay of the same prompts."""
     work, latency_us = study.experiment.workload, study.base.link.latency_us
-    cells = {(c.context, c.budget, c.gbps): c for c, _ in study.ran if c.section == section}
+    cells = {(c.context, c.budget, c.gbps): c for c, _ in study.ran if c.section == "emulated"}
     recordings: dict[str, Recorded] = {}
-    rows = [row for row in study.rows if row["section"] == section]
+    rows = [row for row in study.rows if row["section"] == "emulated"]
     stepped = study.stepped("replaying the same prompts", len(rows))
     for row in rows:
         cell = cells[row["context"], row["budget"], row["link_gbps"]]
@@ -152,11 +152,12 @@ def _add_transfers(study: Study, section: str = "emulated") -> None:
         row["same_tokens"] = 1.0 if row["lossless"] else row["same_tokens"]
         row["replayed"] = {name: [found[name] for found in again] for name in again[0]}
         row["blocked_over_replay"] = median_ratio(values_of(row, "blocking_ms"), row["replayed"]["blocking_ms"])
-        if section not in study.settings:  # the first context's, as the machine of the replays
+        if "emulated" not in study.settings:  # the first context's, as the machine of the replays
             header, now = recorded.header, load_machine(recorded.header, None, None, None)
             steps = [1e3 * Calibration.of_machine(shape_of(header), m, latency_us).tpot_s for m in (now, machine)]
-            study.settings[section] = {"slot_bytes": header.slot_bytes, "step_ms": steps[0],
-                                       "replayed_step_ms": steps[1]}  # fmt: skip
+            study.settings["emulated"] = {
+                "slot_bytes": header.slot_bytes, "step_ms": steps[0], "replayed_step_ms": steps[1],
+            }  # fmt: skip
         stepped()
 
 
@@ -214,8 +215,7 @@ def experiment(
     prompts_each: Annotated[int, options.count("Held-out prompts of an emulated repetition, each met once.")] = 1,
     parts: Annotated[
         str,
-        typer.Option(help="Sections to run: table, capacity, alpha (together: simulated), emulated. What is left out "
-                          "is taken from --out."),
+        typer.Option(help="Sections to run: table, capacity, alpha (together: simulated), emulated; default: all."),
     ] = "",
 ) -> Experiment:  # fmt: skip
     """ActiveEvict against its baselines: blocking and total I/O, transfers, ablation; recorded traces, real runs."""

@@ -30,7 +30,7 @@ from tiermoe.actors.engine.peers.matcher import MatcherLink
 from tiermoe.actors.engine.serving.batching import ContinuousBatcher
 from tiermoe.actors.engine.serving.recorded import Recorded
 from tiermoe.actors.policies.routing import SequenceRows
-from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
+from tiermoe.actors.settings import Attention, EngineSettings, KvSettings, LinkSettings
 from tiermoe.actors.store.artifacts import MapShape, PolicyArtifacts
 from tiermoe.cluster.config import load_policy
 from tiermoe.cluster.jobs.bench.serving import serve
@@ -340,7 +340,7 @@ def _served(bench: Bench, cell: Cell, near_data: NearData, peaks: Peaks) -> None
         engine = stack.enter_context(bench.engine(cell.preset, cell.budget, near_data, cell.ndp))
         told = _Told(engine, bench.replay, of.warm)
         stack.enter_context(closing(bench.replay.inside(bench.built.modules, engine.layers)))
-        attention = "triton" if context.device.type == "cuda" else "auto"
+        attention: Attention = "triton" if context.device.type == "cuda" else "auto"
         batcher = stack.enter_context(closing(ContinuousBatcher(bench.built.model, _SERVED_KV, told, attention)))
         recorded = None
         if context.device.type == "cuda":

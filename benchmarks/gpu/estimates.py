@@ -105,7 +105,7 @@ class Token:
         given, shape = inputs(), self.model.shape
         count = shape.layers if layers is None else layers
         layer_us = self.dense_us + self.experts_us + host_us * self.machine.host
-        copied = float(np.interp(resident, *zip(*given["copied"].items(), strict=True)))
+        copied = float(np.interp(resident, list(given["copied"]), list(given["copied"].values())))
         copies_gb = count * shape.top_k * self.model.expert_bytes * copied / 1e9
         copies_ms = 1e3 * copies_gb / self.machine.link_gbps / given["link_share"]
         return count * layer_us * 1e-3 + self.head_ms + self.machine.step_ms + copies_ms

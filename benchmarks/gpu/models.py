@@ -228,6 +228,7 @@ def build_random_model(
     return RandomModel(model, modules, blocks, nbytes, nbytes - embedding)
 
 
+Weights = LayerWeights | FormWeights  # of a layer
 _HUGE = 2 << 20  # bytes of a huge page
 _ALIGNED = 64  # bytes, of a tensor of replicas, or a part of an expert
 _DISTINCT_EXPERTS = 4  # of a layer in a published form
@@ -243,7 +244,7 @@ class HostExperts:
         how: the kind of each layer's memory: "registered", "pinned" or "pageable". pin_s: seconds to register it.
     """
 
-    layers: list[LayerWeights | FormWeights] = field(default_factory=list)
+    layers: list[Weights] = field(default_factory=list)
     how: list[str] = field(default_factory=list)
     pin_s: list[float] = field(default_factory=list)
     _replicas: dict[tuple[int, int], ReplicaWeights] = field(default_factory=dict)  # by bits and group

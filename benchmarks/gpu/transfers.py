@@ -28,7 +28,7 @@ from tiermoe.cluster.host import cpu
 from tiermoe.cluster.jobs.bench.metrics import Spread
 from tiermoe.limits import usable_cores
 
-from .models import REAL, TOY, HostExperts
+from .models import REAL, TOY, HostExperts, Weights
 from .run_parts import ROOT, Context, Record
 
 _PEAK_BYTES = 1 << 30
@@ -201,7 +201,7 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
     device = make_device(context.device.type, LinkSettings(gbps=None))
     host = HostExperts()
 
-    def measured(layers: Sequence[LayerWeights], size: int, memory: str, pin_s: float | None = None) -> float:
+    def measured(layers: Sequence[Weights], size: int, memory: str, pin_s: float | None = None) -> float:
         rate = spread_of(_rates(expert, layers, size, device, context))
         share = rate["median"] / peak_gbps
         nbytes = sum(tensor.nbytes for tensor in layers[0].tensors)
@@ -214,20 +214,21 @@ def _loads_of(name: str, context: Context, record: Record, peak_gbps: float) -> 
 
     with closing(device), closing(host):
         host.add(shape, context.dtype, context.device, seed=1)
+        layers = [layer for layer in host.layers if isinstance(layer, LayerWeights)]  # as all of a plain shape are
         batches = [(size, limit) for case, size, limit in LOADS if case == name]
         for size, limit in batches:
-            share = measured(host.layers, size, f"huge pages ({host.how[0]})", host.pin_s[0])
+            share = measured(layers, size, f"huge pages ({host.how[0]})", host.pin_s[0])
             if limit is not None:
                 record.check(f"expert loads over the link's peak, {shape.name}, {size} at a time", share, ">=", limit)
         if context.toy or record.has_time(context, _FILE_S, f"{shape.name}, loads from a mapped file"):
-            _loads_of_a_file(host.layers[0], batches[-1], measured, device, record, shape.name)
+            _loads_of_a_file(layers[0], batches[-1], measured, device, record, shape.name)
         # written to: pages that never were are all the same one, which the processor's caches hold
-        plain = [LayerWeights(tuple(tensor.clone() for tensor in host.layers[0].tensors))]
+        plain = [LayerWeights(tuple(tensor.clone() for tensor in layers[0].tensors))]
         measured(plain, batches[-1][0], "pageable (staged)")
 
 
 def _loads_of_a_file(
-    layer: LayerWeights, batch: tuple[int, float | None], measured: Callable[..., float], device: Any, record: Record,
+    layer: Weights, batch: tuple[int, float | None], measured: Callable[..., float], device: Any, record: Record,
     shape: str,
 ) -> None:  # fmt: skip
     """From a file's pages, pinned where they are mapped and copied to huge pages, as the two values of `copies.pin`."""
@@ -256,7 +257,7 @@ def _loads_of_a_file(
                 (record.check if pin == "mapped" else record.goal)(what, share, ">=", limit)
 
 
-def _rates(expert: Any, layers: Sequence[LayerWeights], size: int, device: Any, context: Context) -> list[float]:
+def _rates(expert: Any, layers: Sequence[Weights], size: int, device: Any, context: Context) -> list[float]:
     """1e9 bytes per second of batches of `size` random experts of one layer."""
     size = min(size, expert.num_experts)
     nbytes = expert.nbytes(context.dtype.itemsize)

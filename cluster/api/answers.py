@@ -29,13 +29,15 @@ class Form(Protocol):
     Attributes:
         id_prefix: of the answer's id.
         whole, chunk: `object` of a whole answer and of a chunk.
-        reasoned: of each choice so far, how many tokens its reasoning took.
     """
 
     id_prefix: str
     whole: str
     chunk: str
-    reasoned: Sequence[int]
+
+    @property
+    def reasoned(self) -> Sequence[int]:
+        """Of each choice so far, how many tokens its reasoning took."""
 
     def opening(self, index: int) -> Json | None:
         """What a choice's stream begins with, before anything is generated."""

@@ -62,6 +62,10 @@ _OF_WORKERS = {
     "expert_bytes_wasted": ("Bytes that a prefetch loaded to this GPU and no layer used.", "bytes_wasted"),
     "link_busy_seconds": ("Seconds that this GPU's link copied.", "total_io_s"),
     "blocked_io_seconds": ("Seconds that this GPU's compute waited for copies.", "blocked_io_s"),
+    "host_memory_hits": ("Experts that this process needed and found in host memory.", "host_hits"),
+    "host_memory_misses": ("Experts that this process needed and read from the disk.", "host_misses"),
+    "disk_bytes_wasted": ("Bytes that this process read ahead from the disk and did not need.", "host_bytes_wasted"),
+    "disk_wait_seconds": ("Seconds that this process, or its GPU's link, waited for the disk.", "host_waited_s"),
     "steps": ("Forwards of the lead.", "steps"),
     "step_seconds": ("Seconds of the lead's forwards; waits for copies and peers are among them.", "step_s"),
     "rows": ("Hidden states of a layer that came to this shard or NDP worker.", "rows"),
@@ -89,6 +93,7 @@ _PLACES = {  # of `needed_shares`, by the label `place`
     "hit": "slot", "waited": "waited", "loaded": "loaded", "near_data": "near_data", "other_gpu": "other_gpu",
 }  # fmt: skip
 _CAUSES = ("demand", "prefetch", "migration")
+_READ_CAUSES = ("demand", "prefetch")
 _EVERY_S = 1.0  # for which the runtime's answer is good, however often the server is scraped
 _LINK = "total_io_s"
 
@@ -278,7 +283,7 @@ class RuntimeCounters(Collector):
         if (host := stats.get("host_memory")) is not None:
             for name, (about, key) in _HOST.items():
                 yield CounterMetricFamily(f"tiermoe_{name}", about, host[key])
-            read = {cause: host[f"bytes_{cause}"] for cause in ("demand", "prefetch")}
+            read = {cause: host[f"bytes_{cause}"] for cause in _READ_CAUSES}
             yield _counters("disk_bytes_read", "Expert bytes read from the disk.", "cause", read)
         if (planner := stats.get("planner")) is not None:
             yield from _of_planner(planner)
@@ -300,6 +305,7 @@ def _of_workers(samples: Sequence[Sample]) -> Iterable[Metric]:
     at_peers = {key: _family(f"peer_{name}", about, [*labels, "peer"]) for name, (about, key) in _OF_PEERS.items()}
     experts = _family("worker_experts", "Experts that forwards needed, by where they were.", [*labels, "place"])
     loaded = _family("worker_expert_bytes_loaded", "Expert bytes brought to this GPU.", [*labels, "cause"])
+    read = _family("worker_disk_bytes_read", "Expert bytes that this process read from the disk.", [*labels, "cause"])
     for sample in samples:
         where = [sample.host or "", sample.worker, sample.kind]
         up.add_metric(where, float(sample.problem is None))
@@ -315,7 +321,10 @@ def _of_workers(samples: Sequence[Sample]) -> Iterable[Metric]:
                 experts.add_metric([*where, _PLACES[way]], count)
             for cause in _CAUSES:
                 loaded.add_metric([*where, cause], counters[f"bytes_loaded_{cause}"])
-    yield from (up, restarts, experts, loaded, *own.values(), *at_peers.values())
+        if "host_hits" in counters:
+            for cause in _READ_CAUSES:
+                read.add_metric([*where, cause], counters[f"host_bytes_{cause}"])
+    yield from (up, restarts, experts, loaded, read, *own.values(), *at_peers.values())
 
 
 def _family(name: str, about: str, labels: Sequence[str]) -> CounterMetricFamily:

@@ -1,7 +1,7 @@
 """Tool calls as models write them, into OpenAI's form: which way is a model's, and the grammar of calls that must come.
 
-`TOOL_FORMATS` has a parser for each way (`tool_parsers.py`). Which one a model's is, its chat template shows: calls are
-rendered with it, and the parser that gives them back is the right one (`calling`).
+`TOOL_FORMATS` has a parser for each way (`tool_parsers.py`, `tool_xml.py`). Which one a model's is, its chat template
+shows: calls are rendered with it, and the parser that gives them back is the right one (`calling`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,12 @@ from .refusals import ApiError
 from .scanning import Parser, ProgramParser
 from .templates import CALL_IDS, ChatTemplate
 from .tool_parsers import (
-    ELEMENT,
     PYTHON_TAG,
     TOOLS_BEGIN,
-    Functions,
     deepseek_calls,
-    element_calls,
     gathered,
     gemma_call,
-    glm_call,
     harmony,
-    invoke_calls,
     json_call,
     json_calls,
     kimi_calls,
@@ -37,8 +32,8 @@ from .tool_parsers import (
     python_calls,
     several,
     whole_answer,
-    xml_call,
 )
+from .tool_xml import ELEMENT, Functions, element_calls, glm_call, invoke_calls, xml_call
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,7 @@ def open_weights(folder: Path) -> tuple[Header, dict[str, Entry], list[SourceFil
 def _entry(name: str, tensor: Tensor) -> Entry:
     shape, kind, offset, path = tensor
     form = FORM_OF.get(GGMLQuantizationType(kind))
-    if form in FLOATS or kind in INTEGERS:
-        code = INTEGERS.get(kind) or FLOATS[form]
+    if code := INTEGERS.get(kind) or (FLOATS.get(form) if form else None):
         return TensorEntry(path, _spec(name, code, shape, offset, math.prod(shape) * ITEM_BYTES[code]))
     if len(shape) not in (2, 3):
         raise UnsupportedModelError(

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 _Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-Layouts = Mapping[str, tuple[tuple[str, ...], _Make]]
+_Made = tuple[tuple[str, ...], _Make]
+Layouts = Mapping[str, _Made]
 
 
 def layouts(architecture: str, config: Any) -> Layouts:
@@ -27,7 +28,7 @@ def layouts(architecture: str, config: Any) -> Layouts:
 
     A file that lacks the tensors may have the parameter under its plain name.
     """
-    found = {"self_attn.kv_b_proj.weight": (_KEYS_AND_VALUES, _keys_and_values)}
+    found: dict[str, _Made] = {"self_attn.kv_b_proj.weight": (_KEYS_AND_VALUES, _keys_and_values)}
     for part in _PARTS.get(architecture, ()):
         found |= part(architecture, config)
     return found
@@ -72,7 +73,7 @@ def _delta_net(architecture: str, config: Any) -> Layouts:
         parts = [*tensors[0].split((first // 2, first // 2, rows)), tensors[1]]  # queries, keys, values, gates
         return torch.cat([part.unflatten(0, (keys, -1)) for part in parts], dim=1).flatten(0, 1)
 
-    found: dict[str, tuple[tuple[str, ...], _Make]] = {
+    found: dict[str, _Made] = {
         "linear_attn.dt_bias": (("ssm_dt.bias",), lambda t: together(t[0], 1)),
         "linear_attn.A_log": (("ssm_a",), lambda t: together(_decay(t), 1)),
         "linear_attn.conv1d.weight": (("ssm_conv1d.weight",), lambda t: after_keys(t[0]).unsqueeze(1)),

@@ -37,7 +37,7 @@ def start_worker(config: RunConfig, *, optional_workers: bool = True) -> Any:
         nodes, facts = this_machine(local_ray(config, settings)), facts_of_store(store, config.model_dir)
         settings, _ = decided(config, settings, facts, nodes, here=True)
     policy = settings.policy
-    needed = optional_workers or not config.may_drop_workers(policy)
+    needed = not config.may_drop_workers(policy) or (optional_workers and settings.host_bytes is None)
     worker = LocalWorker(settings, store, config.ndp_workers(policy) if needed else 0)
     worker.start()
     return worker

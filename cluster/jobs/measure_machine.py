@@ -35,6 +35,7 @@ PROMPTS, TOKENS = tuple(tuple(range(first, first + 32)) for first in (3, 103, 20
 BUDGETS = ("0.25", "0.75")  # of presets that load
 _LINK = {"gbps": 16.0, "latency_us": 10.0}
 _NO_LINK = {"gbps": None, "latency_us": 0.0}
+_ROUNDS = 3  # requests of each case
 _LEAST_GBPS, _MOST_GBPS = 0.1, 1e5
 
 
@@ -63,15 +64,8 @@ class Probe:
         return fmean(count > 0 for count in self.missing)
 
 
-def measure_machine(
-    progress: Progress | None, presets: Sequence[str] = PRESETS, threads: int = 1, rounds: int = 3
-) -> MachineCosts:
-    """Measure this machine now.
-
-    Args:
-        presets: whose host time is measured.
-        rounds: requests of each case.
-    """
+def measure_machine(progress: Progress | None, presets: Sequence[str] = PRESETS) -> MachineCosts:
+    """Measure this machine now, and the host time of so many presets."""
     total = 5 + (1 + len(BUDGETS)) * len(presets)
     task = None if progress is None else progress.add_task("measuring steps", total=total)
 
@@ -79,8 +73,9 @@ def measure_machine(
         models = {name: _model(shape, Path(folder) / name) for name, shape in (("small", SMALL), ("large", LARGE))}
 
         def probed(model: str, preset: str, budget: str, link: Mapping[str, Any] = _NO_LINK) -> Probe:
-            settings = {"policy": preset, "budget": budget, "threads": threads, "link": link}
-            found = probe(run_config(str(models[model].model_dir), None, store=models[model].store, **settings), rounds)
+            settings = {"policy": preset, "budget": budget, "threads": 1, "link": link}
+            config = run_config(str(models[model].model_dir), None, store=models[model].store, **settings)
+            found = probe(config, _ROUNDS)
             if progress is not None and task is not None:
                 progress.advance(task)
             return found
@@ -101,7 +96,7 @@ def measure_machine(
             policies[name] = _policy_costs(small, probed("small", name, "1.0"), parts)
     device = devices()[0]
     return MachineCosts(
-        machine=machine_name(), tiermoe=versions()["tiermoe"], threads=threads,
+        machine=machine_name(), tiermoe=versions()["tiermoe"], threads=1,
         executor="emulated" if device.link is None else "real",
         copy_us=copy[0], copy_gbps=copy[1], wait_us=_lateness(waiting, small.kernel_s / SMALL.top_k) * 1e6,
         dense_layer_us=dense[0], dense_gbps=dense[1], expert_us=expert[0], expert_gbps=expert[1], policies=policies,

@@ -159,12 +159,12 @@ class OtExport(NamedTuple):
     forwards: float
 
 
-def ot_of(manifest: Manifest, uses: Uses, nbytes: int, device: str = "CUDA0") -> OtExport:
+def ot_of(manifest: Manifest, uses: Uses, nbytes: int) -> OtExport:
     """The layers whose experts were used most, as many as fit. llama.cpp places a layer's experts as one tensor, so no
     single expert can be chosen.
 
     Args:
-        nbytes: for experts on the GPU. device: llama.cpp's name of its memory.
+        nbytes: for experts on the GPU, `CUDA0` to llama.cpp.
     """
     published, experts = manifest.published, manifest.experts.num_experts
     item = ITEM_BYTES[DTYPE_CODES[manifest.dtype]]
@@ -177,7 +177,7 @@ def ot_of(manifest: Manifest, uses: Uses, nbytes: int, device: str = "CUDA0") ->
     blocks = [int(_BLOCK.findall(layer.module)[0]) for layer in manifest.layers]
     there = tuple(blocks[index] for index in chosen)
     named = "|".join(map(str, sorted(there)))
-    here = f"blk\\.({named})\\.{_OT_EXPERTS}={device}," if there else ""
+    here = f"blk\\.({named})\\.{_OT_EXPERTS}=CUDA0," if there else ""
     return OtExport(f"{here}{_OT_EXPERTS}=CPU", there, len(heat), nbytes - left, uses.forwards)
 
 

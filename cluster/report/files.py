@@ -147,36 +147,3 @@ def room_around(axes: Any, from_zero: bool) -> None:
     span = max(high, 0.0) - min(low, 0.0) or 1.0
     # a marker at zero is whole; bars stand on the axis
     axes.set_ylim(min(low, 0.0) - (0.04 * span if low <= 0.02 * span and not axes.patches else 0.0), high + 0.1 * span)
-
-
-def plot_matrix(path: Path, matrix: Any, title: str, label: str, limits: tuple[float, float], caption: str) -> None:
-    """A heat map of [rows, columns]; NaN cells stay white.
-
-    Args:
-        label: of the colour bar. limits: values of its ends. caption: as of `write_caption`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    figure, save = new_figure(path, (5.2, 4.4))
-    axes = figure.subplots()
-    shown = axes.imshow(matrix, vmin=limits[0], vmax=limits[1], cmap="viridis", interpolation="nearest")
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("expert j")
-    axes.set_ylabel("expert i")
-    figure.colorbar(shown, label=label)
-    write_caption(figure, caption)
-    save(caption)
-
-
-def plot_counts(path: Path, counts: Any, title: str, label: str, caption: str) -> None:
-    """Bars of one count for each expert. Raises as `plot_matrix`."""
-    figure, save = new_figure(path, (6.4, 3.2))
-    axes = figure.subplots()
-    axes.bar(range(len(counts)), counts, color="#4878a8")
-    axes.axhline(float(sum(counts)) / max(1, len(counts)), color="#c0504d", linewidth=0.8)  # the mean
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("expert")
-    axes.set_ylabel(label)
-    write_caption(figure, caption)
-    save(caption)

@@ -8,6 +8,7 @@ from html import escape
 from .figures import Figure, figures
 from .results import Measurement, Range
 
+_TITLE = "tiermoe: report"
 _STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
@@ -20,12 +21,12 @@ figcaption, .lacks { font-size: 12px; opacity: .8; }
 """
 
 
-def report_page(found: Sequence[Measurement], title: str = "tiermoe: report") -> str:
+def report_page(found: Sequence[Measurement]) -> str:
     """The page."""
-    parts = [f"<h1>{escape(title)}</h1>", *(part for figure in figures(found) for part in _figure(figure))]
+    parts = [f"<h1>{_TITLE}</h1>", *(part for figure in figures(found) for part in _figure(figure))]
     parts += ["<h2>All measurements</h2>", *_table(found)]
     return (
-        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{_TITLE}</title>'
         f"<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
     )
 

@@ -11,7 +11,7 @@ from .tables import Facts, Grid, count, facts, grid, seconds, size
 
 _KINDS = {
     "dense": "dense", "kv": "kv", "slots": "slots", "low_bit": "slots for replicas", "mapped": "mapped",
-    "replicas": "replicas", "copied": "pinned copy",
+    "replicas": "replicas", "copied": "host copy",
 }  # fmt: skip
 _STORE_NODES = {"workers": "each node with a GPU worker", "marked": "each node with the resource `store`"}
 

@@ -22,8 +22,7 @@ from ...actors.core._core import Routing
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.cache.slots import LowBitPart
 from ...actors.engine.hooks import Hooks
-from ...actors.engine.layer import MoeLayer
-from ...actors.engine.passes import Shared
+from ...actors.engine.layer import MoeLayer, Shared
 from ...actors.engine.placer import Placer
 from ...actors.engine.pre_evicting import PreEvicting, last_rows
 from ...actors.engine.rerouting import LowBits, Rerouter, report_link_speed
@@ -176,16 +175,15 @@ class SimulatedEngine:
         self._placer = self._make_placer(policies)
         self._prefetching, self._pre_evicting, self._configuring = self._make_ahead(policies)
         self._rerouting, self._check = policies.rerouting, check
-        self._shared = Shared(header.layers - 1, self.run.passes)
         self._tokens: dict[str, int] = {}  # so far, by sequence
-        hooks, nothing, experts = self._make_hooks(policies), cast(Any, None), header.experts
+        self._shared = Shared(
+            self.cache, cast(Any, self._peers), self._placer, self._make_hooks(policies), header.layers - 1,
+            passes=self.run.passes,
+        )  # fmt: skip
+        make, nothing = partial(VirtualExecutor, run=self.run), cast(Any, None)
         self._layers = [
-            MoeLayer(
-                i, experts, self.cache, cast(Any, self._peers), self._placer, nothing, hooks=hooks, shared=self._shared,
-                make=partial(VirtualExecutor, run=self.run),
-            )
-            for i in range(header.layers)
-        ]  # fmt: skip
+            MoeLayer(i, header.experts, self._shared, nothing, make=make) for i in range(header.layers)
+        ]
         self._placer.preload()
 
     def _make_placer(self, policies: Policies) -> Placer:
@@ -309,7 +307,7 @@ class SimulatedEngine:
             given["last_rows"] = forward.last_rows() if prefetching.policy.wraps else ()
         if self._rerouting is not None:
             given["weights"] = forward.weights
-        self._shared.begin((forward,), self._placer)
+        self._shared.begin((forward,))
         try:
             self.run.forward(forward.ids, dense_s, **given)
         finally:

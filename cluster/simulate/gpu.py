@@ -19,7 +19,6 @@ from ...actors.engine.stats import EngineStats, LayerStats, Timeline
 from ...actors.policies.cost import load_s
 from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.moepic.split import SplitLayout
-from ...kernels import _cpu
 from .machine import Machine
 from .recorded import RecordedRouter
 from .trace import TraceHeader
@@ -37,7 +36,7 @@ class VirtualExecutor:
     """Runs recorded layers, all of a forward in one call (`core::VirtualRun`).
 
     Attributes:
-        core: the layer in native code. held: what it uses. asked: its routers, by number.
+        core: the layer in native code. asked: its routers, by number.
         on_host: each of Python's parts reads for itself.
     """
 
@@ -45,7 +44,6 @@ class VirtualExecutor:
 
     def __init__(self, step: MoeLayer, run: VirtualRun) -> None:
         self.core: _core.VirtualLayer = run.layers[step.index]
-        self.held: list[object] = []
         self.asked: list[Asked] = []
         install(step, self)
 
@@ -91,8 +89,8 @@ class SimulatedGpu:
             where, CacheLink(link, self.clock), eviction, self.stats, Timeline(False), min_useful, writeback
         )
         self.run = VirtualRun(
-            self.cache.core, link, self.clock, _cpu.table(), machine.expert_s, machine.expert_row_s,
-            machine.kernel_share, machine.load_s / nbytes, machine.miss_s, neurons,
+            self.cache.core, link, self.clock, machine.expert_s, machine.expert_row_s, machine.kernel_share,
+            machine.load_s / nbytes, machine.miss_s, neurons,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ...actors.core._core import Routing
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.host_view import Asked
-from ...actors.engine.prefetching import NATIVE, Prefetching
+from ...actors.engine.prefetching import Prefetching
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span
 from .trace import Iteration, TraceHeader, scattered
 
@@ -108,7 +108,7 @@ class RecordedPrefetching(Prefetching):
     @property
     def reads_scores(self) -> bool:
         """Whether native code may read the recorded ones."""
-        return self._shards is None and self.policy.native(0) is not None
+        return self._shards is None and self.policy.native() is not None
 
     def _asked_ahead(self, index: int) -> Sequence[Asked]:
         layers = 1 if index == self._last else min(self._last - index, self.policy.distance)
@@ -129,7 +129,7 @@ def see(layer: int, spans: Sequence[Span], view: RecordedLayer) -> LayerSeen:
     """A recorded layer as a prefetch policy sees it."""
     forward = view.forward
     lookahead = partial(forward.lookahead, layer)
-    return LayerSeen(layer, spans, view.picked, forward.probabilities[:, layer], lookahead, NATIVE)
+    return LayerSeen(layer, spans, view.picked, forward.probabilities[:, layer], lookahead)
 
 
 def recorded_logits(layer: int, view: RecordedLayer) -> NDArray[np.floating] | None:

@@ -28,10 +28,19 @@ from ...actors.budget import (
 from ...actors.gpu_driver import gpus_free_bytes
 from ...actors.settings import EngineSettings
 from ...actors.slot_budget import least_bytes
-from ...errors import size
+from ...errors import ConfigError, size
 from ...proto.options import Limits
 from ..config import AUTO, DEFAULT_BUDGET, DEFAULT_POLICY, QUICK_COPY_US, STEPPED, RunConfig, chosen_policy
-from .spec import ModelFacts, NodeInfo, compute_item_bytes, replica_bytes, slot_sizes, wants_gpu
+from .spec import (
+    ModelFacts,
+    NodeInfo,
+    compute_item_bytes,
+    computes_stored,
+    has_ndp,
+    replicas_bytes,
+    slot_sizes,
+    wants_gpu,
+)
 
 _PROMPT_ROWS = (1024, 2048, 4096, 8192)  # of a forward on a GPU, in place of the default
 _PROMPT_SHARE = 1 / 8  # of what experts may have, for activations of a prompt's forward
@@ -108,28 +117,43 @@ def _in_host_memory(
 def _host_bytes(
     config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo], here: bool
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Host memory that slots are loaded from, where it does not hold all experts; None: the store is mapped.
+    """Host memory of each lead and shard that its slots are loaded from, where all of it does not hold the experts;
+    None: the store is mapped.
 
-    Other processes map the store, too, so one that computes experts rules it out; and an expert is read as a whole.
+    NDP workers that compute experts as stored map them, on nodes of their own. On a single node those that are optional
+    are left out.
+
+    Raises:
+        ConfigError: such workers are needed, and this one node does not hold the store.
     """
     cluster, policy, gpu = config.cluster, settings.policy, wants_gpu(settings, nodes)
-    memory = _host_free(nodes)
-    whole = policy.split.kind == "off" and policy.low_bit is None and cluster.store.layout == "replicated"
-    alone = cluster.shards == 1 and not config.ndp_workers(policy)
-    if memory is None or not whole or not alone or (settings.budget.auto is not None and not gpu):
+    memory, beside = _host_free(nodes), cluster.store.layout == "replicated" and cluster.store.nodes == "workers"
+    if memory is None or not beside or (settings.budget.auto is not None and not gpu):
         return None, ()
-    terms = _terms(config, settings, facts, nodes, here)
+    terms, keys, devices = _terms(config, settings, facts, nodes, here), facts.layers * facts.experts, cluster.shards
     taken = MARGIN_BYTES + int(MARGIN_SHARE * memory) + _process_bytes(config, settings)
+    taken += cluster.replicas * keys * replicas_bytes(settings, facts)
     if not gpu:
-        slots = settings.budget.bytes_of(terms.slot, facts.layers * facts.experts)
+        slots = min(devices * settings.budget.bytes_of(terms.slot, keys), terms.most)
         taken += cluster.replicas * (terms.dense + terms.kv + terms.states + terms.activations + slots)
-    room = (memory - taken) // cluster.replicas
-    if not facts.expert_bytes <= room < facts.all_bytes:
+    left = memory - taken
+    room = left // (cluster.replicas * devices)
+    if left >= facts.all_bytes or room < facts.expert_bytes:
         return None, ()
-    return room, (
-        f"the store has {size(facts.all_bytes)} of experts: they are read from the disk, past the page cache, into "
-        f"{size(room)} of host memory",
-    )
+    why: tuple[str, ...] = (f"the store has {size(facts.all_bytes)} of experts",)
+    alone = sum(node.alive for node in nodes) == 1
+    if alone and has_ndp(config, settings, facts, nodes) and computes_stored(settings, facts):
+        if not config.may_drop_workers(policy):
+            raise ConfigError(
+                f"NDP workers of policy '{policy.name}' compute experts where the store maps them, and host memory "
+                f"leaves {size(max(0, left))} for {size(facts.all_bytes)}",
+                "leave --ndp-workers out with policy auto, choose a policy that loads experts, such as next-gate, or "
+                "raise --host-memory",
+            )
+        why += ("no NDP worker is started, since it would compute them where the store maps them",)
+    where = f"host memory of each of {devices} GPUs" if devices > 1 else "host memory"
+    read = f"{why[0]}: they are read from the disk, past the page cache, into {size(room)} of {where}"
+    return room, (read, *why[1:])
 
 
 def _choice(config: RunConfig, slot_bytes: int, gpu: bool) -> tuple[str, str]:
@@ -207,12 +231,10 @@ def _terms(
     )  # fmt: skip
     if gpu:
         return terms.model_copy(update={"free": _gpu_free(config, here)})
-    widths = settings.policy.replica_widths
-    replicas = sum(replica_bytes(facts, bits, settings.ndp.group_size) for bits in widths)
     return terms.model_copy(update={
         "free": _host_free(nodes), "final": True, "leads": cluster.replicas,
         "devices": cluster.replicas * cluster.shards,
-        "mapped": facts.all_bytes + replicas * facts.layers * facts.experts,
+        "mapped": facts.all_bytes + replicas_bytes(settings, facts) * facts.layers * facts.experts,
         "processes": _process_bytes(config, settings),
         "states": terms.states + (0 if facts.paged else kv.checkpoint_bytes),  # which are in host memory
     })  # fmt: skip

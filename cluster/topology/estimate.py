@@ -10,6 +10,7 @@ deployment carries it out.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -50,10 +51,11 @@ class CopyTimes:
 
     Attributes:
         nbytes: of one expert's copy. one_s: seconds of it.
-        token_s: of one token's decode if all its experts are copied, each GPU over its own link. All are
-            0 where experts run as the store maps them.
+        token_s: of one token's decode if all its experts are copied, each GPU over its own link; GPUs of a node share
+            its disk. All are 0 where experts run as the store maps them.
         prompt_tokens: of a long prompt, as far as the KV cache holds it. prompt_rows: of its forwards.
-        prompt_bytes: that its forwards copy to the GPU with the most, if each uses every expert that is not resident.
+        prompt_bytes: that its forwards copy to the GPU with the most, or read from the disk of the node with the most,
+            if each uses every expert that is not resident.
         prompt_s: seconds of that, before its first token.
         hardware: the links that were counted on.
         ndp_hardware: name of the modelled NDP device; None if there is none.
@@ -98,11 +100,15 @@ def copy_times(
         nbytes = min(nbytes, spec.low_bit.replica_bytes)
     one_s = _load_s(hardware, nbytes, _mapped_share(topology, facts))
     ndp = None if spec.ndp is None or spec.ndp.optional else spec.ndp
-    absent = max(0, math.ceil(facts.layers * facts.experts / spec.shards) - spec.budget_bytes // spec.slot_bytes)
-    copies = absent * math.ceil(prompt / rows)
+    held, sharing = spec.budget_bytes // spec.slot_bytes, 1
+    if spec.host_bytes is not None:
+        held += 0 if spec.mapped else spec.host_bytes // facts.expert_bytes
+        sharing = max(Counter(worker.node for worker in topology.having("lead", "shard")).values())
+    absent = max(0, math.ceil(facts.layers * facts.experts / spec.shards) - held)
+    copies, routed = absent * math.ceil(prompt / rows) * sharing, math.ceil(facts.top_k / spec.shards) * sharing
     return CopyTimes(
-        nbytes, one_s, one_s * math.ceil(facts.top_k / spec.shards) * facts.layers, prompt, rows, copies * nbytes,
-        copies * one_s, hardware, None if ndp is None else ndp.hardware.name,
+        nbytes, one_s, one_s * routed * facts.layers, prompt, rows, copies * nbytes, copies * one_s, hardware,
+        None if ndp is None else ndp.hardware.name,
     )  # fmt: skip
 
 
@@ -123,7 +129,7 @@ def links_of(config: RunConfig, gpu: bool, here: bool) -> Hardware:
     if not gpu and link.gbps is not None:
         return Hardware("CPU stand-in, as configured", link.gbps, link.latency_us)
     found = _GPU if gpu else replace(_STAND_IN, link_latency_us=link.latency_us)
-    costs, _ = known_costs() if here else (None, "")
+    costs = known_costs() if here else None
     if costs is not None and costs.executor == ("real" if gpu else "emulated"):
         return replace(found, name=costs.machine, link_gbps=costs.copy_gbps)
     return found

@@ -168,8 +168,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     estimated = not rest or packed
     dense = _dense_elements(config, model_dir, layers) if estimated else _elements(shape for _, shape in rest)
     of_dense = {name: found for name, found in tensors.items() if name not in routed}
-    tied = bool(config.get("tie_word_embeddings"))
-    published = published_gguf(of_dense) if gguf else _published_matrices(of_dense, dense, tied)
+    published = published_gguf(of_dense) if gguf else _published_matrices(of_dense, dense)
     return ModelFacts(
         name=name_of(model_dir),
         layers=layers,
@@ -244,14 +243,12 @@ def _expected_forms(
     return None if kept == len(layers) else found
 
 
-def _published_matrices(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]], dense: int, tied: bool
-) -> tuple[int, int, int]:
+def _published_matrices(tensors: Mapping[str, tuple[str, tuple[int, ...]]], dense: int) -> tuple[int, int, int]:
     """Numbers and bytes of the quantized matrices of a dense part of so many numbers, and of its tables; and of those.
 
-    Args:
-        tied: the embedding is the output matrix, too, and so no table.
+    Without an output matrix the embedding is that, too, and so no table.
     """
+    tied = not any(name.endswith("head.weight") for name in tensors)
     sizes = {name: math.prod(shape) * ITEM_BYTES[code] for name, (code, shape) in tensors.items() if code in _PLAIN}
     tables = {name for name, nbytes in sizes.items() if is_table(name, nbytes)}
     tables -= {name for name in tables if tied and name.endswith("embed_tokens.weight")}

@@ -1,9 +1,9 @@
 """What a machine takes to run a step, measured: the inputs of a prediction, kept for each machine.
 
 `tiermoe doctor --save` measures them on random models (`jobs/measure_machine.py`) and writes them into the user's cache
-folder; `configs/machines/` has tables of other machines: measured ones, and YAML files with figures from data sheets
-and papers for the simulator. This table is the only description of a machine: `plan`, `run` and `replay` read it. With
-L MoE layers and K experts a token, the seconds of one decode step of one request without waits are
+folder; `configs/machines/` has those of other machines, by data sheets and papers. This table is the only description
+of a machine: `plan` and `replay` read it. With L MoE layers and K experts a token, the seconds of one decode step of
+one request without waits are
 
     step(policy) + L (dense_layer + dense bytes / L / dense_gbps + layer(policy) + m miss(policy) + n load(policy)
                       + K (expert + slot bytes / expert_gbps))
@@ -105,17 +105,10 @@ def cache_file() -> Path:
     return user_cache() / MACHINE_FILE
 
 
-def known_costs(name: str | None = None) -> tuple[MachineCosts | None, str]:
-    """The costs of a machine (None: this one) and where they come from: measured here, else from the shipped table."""
-    name = machine_name() if name is None else name
-    for path, source in (
-        (cache_file(), "measured on this machine"),
-        *((path, f"table {path.name}") for path in sorted((configs_dir() / _FOLDER).glob("*.json"))),
-    ):
-        found = read_costs(path)
-        if found is not None and found.machine == name:
-            return found, source
-    return None, "not measured: run `tiermoe doctor --save`"
+def known_costs() -> MachineCosts | None:
+    """The costs of this machine, as they were measured; None: they were not."""
+    found = read_costs(cache_file())
+    return found if found is not None and found.machine == machine_name() else None
 
 
 def costs_of(machine: str | Path) -> MachineCosts:
@@ -125,9 +118,9 @@ def costs_of(machine: str | Path) -> MachineCosts:
         ConfigError: the table is missing or refused; this machine was not measured.
     """
     if str(machine) == THIS:
-        found, why = known_costs()
+        found = known_costs()
         if found is None:
-            raise ConfigError(f"this machine is {why}", "run `tiermoe doctor --save`, or name a file")
+            raise ConfigError("this machine was not measured", "run `tiermoe doctor --save`, or name a file")
         return found
     path = machine_file(machine)
     try:

@@ -62,7 +62,8 @@ class NodeUsage:
 
     Args:
         gpu: whether slots, dense weights and KV cache are in a GPU's memory rather than in the node's.
-        reads_disk: whether experts are read from the store past the page cache: what is mapped takes no memory.
+        reads_disk: whether lead and shards read experts from the store past the page cache: layers that are mapped take
+            no memory, but for what NDP workers compute.
     """
 
     def __init__(self, node: NodeInfo, facts: ModelFacts, gpu: bool, reads_disk: bool = False) -> None:
@@ -127,9 +128,7 @@ class NodeUsage:
         return mapped + after.replicas + after.copied + (0 if self._gpu else after.device)
 
     def _mapped(self, layers: frozenset[int], partly: Mapping[int, int]) -> int:
-        if self._reads_disk:
-            return 0
-        counts = dict(partly) | dict.fromkeys(layers, self._facts.experts)
+        counts = dict(partly) | ({} if self._reads_disk else dict.fromkeys(layers, self._facts.experts))
         return sum(count * self._facts.stored_bytes(layer) for layer, count in counts.items())
 
 

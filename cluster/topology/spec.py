@@ -205,7 +205,8 @@ class ClusterSpec:
         low_bit: None where misses are not loaded as replicas.
         copied_most: bytes of experts that each worker copies to pinned memory at most (`copies.pin: copy`).
         auto: the terms of `budget: auto` as assumed; None: the budget was given.
-        host_bytes: of each lead, for experts in host memory that are read from the disk; None: the store is mapped.
+        host_bytes: of each lead and shard, for experts in host memory that are read from the disk; None: the store is
+            mapped.
     """
 
     shards: int
@@ -276,7 +277,7 @@ def cluster_spec(
         store_layout=cluster.store.layout,
         store_nodes=cluster.store.nodes,
         store_copies=cluster.store.copies,
-        ndp=_ndp_spec(config, settings, facts) if _has_ndp(config, settings, facts, nodes) else None,
+        ndp=_ndp_spec(config, settings, facts) if has_ndp(config, settings, facts, nodes) else None,
         matcher=policy.maps is not None,
         low_bit=low_bit,
         copied_most=_copied_most(settings.copies, facts) if gpu else 0,
@@ -313,33 +314,50 @@ def _copied_most(copies: CopySettings, facts: ModelFacts) -> int:
     return facts.all_bytes if copies.pinned_gib is None else min(facts.all_bytes, int(copies.pinned_gib * (1 << 30)))
 
 
-def _has_ndp(config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
+def has_ndp(config: RunConfig, settings: EngineSettings, facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
     """Whether there are NDP workers. A policy that can do without has none on GPUs, where no node is marked for them,
-    or where the modelled devices do not hold the experts.
+    or where the modelled devices or the host memory of a single node do not hold the experts.
     """
     workers = config.ndp_workers(settings.policy)
     if not config.may_drop_workers(settings.policy):
         return workers > 0
-    if wants_gpu(settings, nodes):
+    alone = sum(node.alive for node in nodes) == 1
+    if wants_gpu(settings, nodes) or (settings.host_bytes is not None and alone):
         return False
     marked = any(node.alive and node.amount("ndp") >= 1 for node in nodes)
     return workers > 0 and marked and facts.all_bytes <= workers * settings.ndp.device.capacity_bytes
 
 
 def _ndp_spec(config: RunConfig, settings: EngineSettings, facts: ModelFacts) -> NdpSpec:
-    precision, group = settings.policy.precision, settings.ndp.group_size
     wanted = config.cluster.ndp_workers
-    widths = tuple(b for b in precision.widths if facts.form is None or b < facts.form_width)
     return NdpSpec(
         workers=None if wanted == "per-node" else wanted,
         threads=settings.ndp.worker_threads,
-        widths=widths,
-        replica_bytes=sum(replica_bytes(facts, bits, group) for bits in widths),
+        widths=_near_data_widths(settings, facts),
+        replica_bytes=replicas_bytes(settings, facts),
         capacity_bytes=settings.ndp.device.capacity_bytes,
         hardware=settings.ndp.device,
-        stored=not widths or widths != precision.widths,
+        stored=computes_stored(settings, facts),
         optional=settings.policy.placement.optional_workers,
     )
+
+
+def _near_data_widths(settings: EngineSettings, facts: ModelFacts) -> tuple[int, ...]:
+    """Bits of the replicas that NDP workers compute from; experts that are stored in fewer stay as they are."""
+    return tuple(b for b in settings.policy.precision.widths if facts.form is None or b < facts.form_width)
+
+
+def computes_stored(settings: EngineSettings, facts: ModelFacts) -> bool:
+    """Whether NDP workers compute experts as the store has them, too."""
+    widths = _near_data_widths(settings, facts)
+    return not widths or widths != settings.policy.precision.widths
+
+
+def replicas_bytes(settings: EngineSettings, facts: ModelFacts) -> int:
+    """Bytes of all replicas of one expert that processes map."""
+    if settings.policy.low_bit is not None:
+        return low_bit_bytes(settings, facts)
+    return sum(replica_bytes(facts, bits, settings.ndp.group_size) for bits in _near_data_widths(settings, facts))
 
 
 def replica_bytes(facts: ModelFacts, bits: int, group: int) -> int:
@@ -358,7 +376,7 @@ class PlannedBytes:
     `dense`, `kv`, `slots` and `low_bit` (slots for replicas) are on its device, which is host memory where the CPU
     stands in for a GPU. `mapped` are pages of the store's files, shared with every process of the node that maps the
     same; `replicas` are pages of the quantized ones, which one process of a node maps; `copied` is a process's own
-    pinned copy of its node's experts.
+    copy of its node's experts: pinned, or read from the disk.
     """
 
     dense: int = 0

@@ -110,10 +110,7 @@ FormMatrix matrix_of(const MatrixNumbers& numbers);  // neuron_module.cpp; refus
 
 void bind_decode(nb::module_& m);      // decode_module.cpp
 void bind_dense(nb::module_& m);       // dense_module.cpp
-void bind_importance(nb::module_& m);  // importance_module.cpp
 void bind_neurons(nb::module_& m);     // neuron_module.cpp
-void bind_ranks(nb::module_& m);       // rank_module.cpp
-void bind_substitute(nb::module_& m);  // substitute_module.cpp
 
 }  // namespace tiermoe::bindings
 

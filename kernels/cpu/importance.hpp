@@ -1,5 +1,6 @@
 // ActiveEvict on arrays: time-decayed use, predicted probabilities, the release target, the residents of least importance,
-// and routing by available slots. The reference, with the equations, is actors/policies/activeevict.py; it differs in the last bits of sums.
+// and routing by available slots. The equations are in
+// actors/policies/activeevict.py, the reference is tests/activeevict_reference.py; it differs in the last bits of sums.
 #pragma once
 
 #include <cstdint>

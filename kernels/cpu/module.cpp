@@ -91,8 +91,7 @@ nb::capsule slot_experts(std::uintptr_t gate_up, std::uintptr_t down, std::int64
 }
 
 nb::capsule table() {
-    static const KernelTable kernels{combine_f32,       router_scores, misses_fit,  budget_top_k, importance_saw,
-                                     importance_target, size_fault,    replaceable, substitute};
+    static const KernelTable kernels{combine_f32, router_scores};
     return nb::capsule(&kernels, kKernelTable.c_str());
 }
 
@@ -126,8 +125,5 @@ NB_MODULE(_cpu, m) {
           "Weighted sum of each token's pairs; see expert_ffn.hpp.");
     bind_decode(m);
     bind_dense(m);
-    bind_importance(m);
     bind_neurons(m);
-    bind_ranks(m);
-    bind_substitute(m);
 }

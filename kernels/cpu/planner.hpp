@@ -42,11 +42,10 @@ enum class Without : std::uint32_t {
     admission = 128, price = 256, refusal = 512, split = 1024, shadows = 2048,
 };
 
-struct Wanted {  // a background copy
+struct Wanted {  // a background copy: of a miss that was computed near data, or of a prompt's next layer
     std::int32_t key;
     std::int32_t victim;  // -1: its layer has a free slot
     double worth_s;
-    bool prefetch;        // for the next layer; else a miss of this or an earlier layer that was computed near data
 };
 
 // The GPUs that needed experts belong to: [n] each.
@@ -65,7 +64,7 @@ struct Planned {
 
 class Planner {
   public:
-    static constexpr int kPool = 24, kRanks = 64, kFeatures = 6, kMaxWorkers = 64, kMaxOwners = 256;
+    static constexpr int kPool = 24, kFeatures = 6, kMaxWorkers = 64, kMaxOwners = 256;
     static constexpr double kDiscount = 0.9;       // gamma: worth of a use one token later
     static constexpr double kKept = 1.0;           // share of a request for which a load of its prompt counts
     static constexpr double kFast = 0.7, kSlow = 0.93;
@@ -102,7 +101,6 @@ class Planner {
           need_(static_cast<std::size_t>(experts), 0), chance_(static_cast<std::size_t>(experts), 0.0),
           share_(static_cast<std::size_t>(experts), 0.0), misses_(static_cast<std::size_t>(experts)),
           hits_(misses_.size()), flights_(misses_.size()), sorted_(misses_.size()), away_(misses_.size()), ranked_(misses_.size()),
-          touched_(misses_.size()),
           span_(static_cast<std::size_t>(experts) + 1), order_(misses_.size()),
           wanted_(std::max<std::size_t>(kPool, misses_.size())) {
         const double rest = 1 / (1 - kDiscount);
@@ -113,9 +111,7 @@ class Planner {
             target_[i] = kPrior * start[i];
             for (int j = 0; j < kFeatures; ++j) system_[i][j] = i == j ? kPrior : 0.0;
         }
-        for (int r = 0; r < kRanks; ++r) precision_[r] = r < top_k ? 0.9 : 0.1;
         held_.reserve(static_cast<std::size_t>(experts));
-        named_.reserve(static_cast<std::size_t>(kRanks) * 64);
         if (off(Without::values)) std::fill(value_.begin(), value_.end(), 0.0);
     }
 
@@ -147,15 +143,6 @@ class Planner {
         const double prior = 20.0 * top_k / experts_;
         for (std::size_t k = 0; k < popular_.size(); ++k)
             popular_[k] = together(std::min(0.999, (static_cast<double>(counts[k]) + prior) / (tokens + 20.0)), batch);
-    }
-
-    // The next router's experts of this layer on an earlier layer's input: ids [rows, ranks], best first.
-    void predict(int layer, int rows, int ranks, const std::int32_t* ids) {
-        named_layer_ = layer;
-        named_ranks_ = std::min(ranks, kRanks);
-        named_.clear();
-        for (int b = 0; b < rows; ++b)
-            for (int r = 0; r < named_ranks_; ++r) named_.push_back(ids[static_cast<std::size_t>(b) * ranks + r]);
     }
 
     // One action for each of the n needed experts; worker: of those near data, else 0. Afterwards `wanted` has the
@@ -284,13 +271,12 @@ class Planner {
             double more = misses_[i].value - least;
             if (more > 0) more = std::max(more, rest * (request_[base + misses_[i].expert] - rarest));
             const double x = saved * more;
-            if (follows_ == Follow::fill) pool_newest({static_cast<std::int32_t>(base) + misses_[i].expert, -1, 0.0, false});
+            if (follows_ == Follow::fill) pool_newest({static_cast<std::int32_t>(base) + misses_[i].expert, -1, 0.0});
             if (x <= 0 || follows_ != Follow::own) continue;
             asked_ += 0.01;
-            if (!off(Without::background)) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, x, false});
+            if (!off(Without::background)) pool({static_cast<std::int32_t>(base) + misses_[i].expert, -1, x});
         }
         const double next = plain + offset(by) + costs_.dense_s;
-        if (decode && named_layer_ == layer + 1 && layer + 1 < layers_ && !off(Without::prefetch)) prefetch(layer + 1, demand, next);
         // those that may begin before the next layer's plan, if worth the wait that they may cause
         double t = demand, was = plain;
         const double slow = 1 - costs_.near_s / costs_.near_busy_s;
@@ -381,20 +367,14 @@ class Planner {
     // A background copy of a miss has ended.
     void filled() { done_ += 0.01; }
 
-    // The layer has run. share [E]: how much each expert was asked for, 0 to 1, by the router's scores; null: by use.
-    void used(int layer, int n, const std::int32_t* needed, const float* share) {
+    // The layer has run.
+    void used(int layer, int n, const std::int32_t* needed) {
         const std::size_t base = static_cast<std::size_t>(layer) * experts_;
         for (int i = 0; i < n; ++i) need_[needed[i]] = 1;
-        for (int e = 0; e < experts_; ++e) share_[e] = share ? static_cast<double>(share[e]) : need_[e];
-        if (named_layer_ == layer) {
-            for (std::size_t i = 0; i < named_.size(); i += at(named_ranks_))
-                for (int r = 0; r < named_ranks_; ++r) precision_[r] += 0.002 * (need_[named_[i + at(r)]] - precision_[r]);
-            named_layer_ = -1;
-        }
         const bool learn = since_ > 0 && !off(Without::learning) && !off(Without::values);
         if (learn) remember(base);
         double *f = &fast_[base], *s = &slow_[base], *q = &request_[base], *p = &popular_[base], *g = &fresh_[base], *v = &value_[base];
-        const double *u = share_.data(), by_request = 1 / (80.0 + since_), by_all = 1 / (steps_ + known_);
+        const double *u = need_.data(), by_request = 1 / (80.0 + since_), by_all = 1 / (steps_ + known_);
         const double w0 = weights_[0], w1 = weights_[1], w2 = weights_[2], w3 = weights_[3], w4 = weights_[4], w5 = weights_[5];
         for (int e = 0; e < experts_; ++e) {
             p[e] += (u[e] - p[e]) * by_all;
@@ -658,18 +638,6 @@ class Planner {
         for (int e = 0; e < experts_; ++e)
             if (states_[base + e] == kResident && !(need_[e] > 0) && (worst < 0 || value_[base + e] < value_[base + worst])) worst = e;
         return worst < 0 ? 1.0 : request_[base + worst];
-    }
-    // The least V of a layer's residents; 0: a slot is free.
-    double least_value(int layer) const {
-        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
-        double least = std::numeric_limits<double>::infinity();
-        int count = 0;
-        for (int e = 0; e < experts_; ++e) {
-            if (states_[base + e] != kResident) continue;
-            ++count;
-            least = std::min(least, value_[base + e]);
-        }
-        return count < slots_ ? 0.0 : least;
     }
 
     // What a load gains later over the resident that it displaces. A decode's load takes that one's slot, whatever it was
@@ -961,28 +929,7 @@ class Planner {
         pool_[pool_count_++] = one;
         pooled_[at(one.key)] = 1;
     }
-    void prefetch(int layer, double demand, double next) {
-        const std::size_t base = static_cast<std::size_t>(layer) * experts_;
-        int touched = 0;
-        for (std::size_t i = 0; i < named_.size(); i += at(named_ranks_))
-            for (int r = 0; r < named_ranks_; ++r) {
-                const std::int32_t e = named_[i + at(r)];
-                if (chance_[e] == 0.0) touched_[touched++] = e;
-                chance_[e] = 1 - (1 - chance_[e]) * (1 - precision_[r]);
-            }
-        const double least = least_value(layer), saved = saved_[at(layer)];
-        const double late = std::max(0.0, demand + costs_.copy_s - next);
-        const double timely = std::max(0.0, 1 - late / costs_.copy_s);
-        for (int i = 0; i < touched; ++i) {
-            const std::int32_t e = touched_[i];
-            if (states_[base + e] == 0 && !foreign_[base + e]) {
-                const double later = off(Without::background) ? 0.0 : std::max(0.0, value_if_used(base + e) - least);
-                const double x = saved * chance_[e] * (timely + later);
-                if (x > 0 && (pool_count_ < kPool || x > pool_[kPool - 1].worth_s)) pool({static_cast<std::int32_t>(base) + e, -1, x, true});
-            }
-            chance_[e] = 0.0;
-        }
-    }
+
     // -- prompts: a layer's experts are streamed ahead while the link would be idle
 
     // Seconds between a layer's end and the next one's plan in a prompt of so many tokens: dense parts grow with them.
@@ -1037,7 +984,7 @@ class Planner {
         std::partial_sort(order_.begin(), order_.begin() + copies, order_.begin() + absent,
                           [v](std::int32_t a, std::int32_t b) { return v[a] != v[b] ? v[a] > v[b] : a < b; });
         for (int i = 0; i < copies; ++i)
-            wanted_[at(released_++)] = {static_cast<std::int32_t>(base) + order_[at(i)], -1, saves / copies, true};
+            wanted_[at(released_++)] = {static_cast<std::int32_t>(base) + order_[at(i)], -1, saves / copies};
         return until;
     }
 
@@ -1141,11 +1088,8 @@ class Planner {
     std::vector<double> need_, chance_, share_;                    // [E]
     std::vector<Need> misses_, hits_, flights_, sorted_, away_;
     std::vector<Ranked> ranked_;
-    std::vector<std::int32_t> touched_;
     std::vector<double> span_;
     std::vector<std::int32_t> order_;
-    std::vector<std::int32_t> named_;  // [rows, ranks]: predicted for named_layer_
-    int named_layer_ = -1, named_ranks_ = 1;
     std::vector<std::pair<std::int64_t, int>> held_;  // [E]: of a shadow's layer, last use and expert
     Rate seen_rate_;
     Follow follows_ = Follow::own;
@@ -1166,7 +1110,6 @@ class Planner {
     double first_[kFeatures], weights_[kFeatures], target_[kFeatures], system_[kFeatures][kFeatures];
     double before_[kSamples][kFeatures];
     int sampled_ = 0;
-    double precision_[kRanks];
     double known_ = 20.0, asked_ = 0.1, done_ = 0.05, last_near_ = 0.5, loads_ = 0.5, length_ = 64.0, layer_s_ = 0.0;
     std::int64_t steps_ = 0, since_ = 0;
     double expected_s_ = 0.0, expected_sum_ = 0.0, error_sum_ = 0.0;

@@ -1,4 +1,4 @@
-// The order of experts by router scores, as `policies/prefetch.py` defines it: `predicted_experts` and `by_score`.
+// The order of experts by router scores: by votes of the rows, or by their highest score.
 #pragma once
 
 #include <algorithm>

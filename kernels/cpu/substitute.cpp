@@ -1,6 +1,6 @@
 // Buddy expert substitution (Algorithm 1 of BuddyMoE with its gates) for the few tokens of a layer: what
-// actors/policies/buddymoe/substitution.py says, to the last bit. Doubles and floats are added, multiplied and divided in the
-// same order as there, and no sum swallows the product before it.
+// tests/buddymoe_reference.py gives, to the last bit. Doubles and floats are added, multiplied and divided in the same order as
+// there, and no sum swallows the product before it.
 #if defined(__clang__)
 #pragma clang fp contract(off)
 #else
@@ -202,8 +202,8 @@ Fault content_fault(const Substitution& problem) {
 }
 
 Fault replaceable(const std::int64_t* picked, std::int64_t pairs, const std::uint8_t* here, std::int64_t experts,
-                  double beta, const std::int64_t* owner, std::int64_t shards, std::uint8_t* out) {
-    if (shards < 1 || shards > experts) return "there cannot be " + std::to_string(shards) + " shards";
+                  double beta, const std::int64_t* owner, std::int64_t shards, std::vector<Share>& shares, std::uint8_t* out) {
+    if (shards < 1) return "there cannot be " + std::to_string(shards) + " shards";
     for (std::int64_t e = 0; e < experts; ++e) {
         if (owner && (owner[e] < 0 || owner[e] >= shards)) return "there is no shard " + std::to_string(owner[e]);
         out[e] = 0;
@@ -212,19 +212,11 @@ Fault replaceable(const std::int64_t* picked, std::int64_t pairs, const std::uin
         if (picked[i] < 0 || picked[i] >= experts) return "there is no expert " + std::to_string(picked[i]);
         out[picked[i]] = 1;
     }
-    std::vector<std::int64_t> requested(static_cast<std::size_t>(shards)), absent(static_cast<std::size_t>(shards));
+    const auto of = [owner](std::int64_t e) { return owner ? static_cast<std::size_t>(owner[e]) : 0; };
+    shares.assign(static_cast<std::size_t>(shards), {});
     for (std::int64_t e = 0; e < experts; ++e)
-        if (out[e]) {
-            const std::size_t shard = owner ? static_cast<std::size_t>(owner[e]) : 0;
-            ++requested[shard];
-            absent[shard] += !here[e];
-        }
-    for (std::int64_t e = 0; e < experts; ++e) {
-        const std::size_t shard = owner ? static_cast<std::size_t>(owner[e]) : 0;
-        if (!out[e]) continue;
-        const double share = static_cast<double>(absent[shard]) / static_cast<double>(requested[shard]);
-        out[e] = !here[e] && share < beta;
-    }
+        if (out[e]) ++shares[of(e)].requested, shares[of(e)].absent += !here[e];
+    for (std::int64_t e = 0; e < experts; ++e) out[e] = out[e] && !here[e] && shares[of(e)].delta() < beta;
     return {};
 }
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <string>
-#include <tuple>
+#include <vector>
 
 namespace tiermoe {
 
@@ -25,18 +25,6 @@ struct Substitution {
     std::int64_t substituted = 0, dropped = 0;
 };
 
-// Sizes and options: tokens, top_k, experts, ranks, rho, search, tau, gamma, temperature, log_top_k, eta, reuse, drop,
-// by_buddy, renormalise, as `kernels.substitute.numbers`.
-using Options = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, double,
-                           double, double, double, float, float, bool, bool, bool>;
-
-inline Substitution with(const Options& options) {
-    Substitution of{};
-    std::tie(of.tokens, of.top_k, of.experts, of.ranks, of.rho, of.search, of.tau, of.gamma, of.temperature, of.log_top_k,
-             of.eta, of.reuse, of.drop, of.by_buddy, of.renormalise) = options;
-    return of;
-}
-
 // What is wrong with an input, for people; empty where nothing is.
 using Fault = std::string;
 
@@ -49,9 +37,17 @@ Fault content_fault(const Substitution& problem);
 // Fills the outputs of a problem without fault.
 void substitute(Substitution& problem);
 
-// out[e] = expert e is asked for, not here, and its shard has fewer than beta of its requested experts missing.
-// owner: shard of each expert, below `shards`; null: there is one. Where there is a fault, `out` is of no use.
+// Of a shard's experts, each once: those that are asked for, and of these those that are not here.
+struct Share {
+    std::int64_t requested = 0, absent = 0;
+    // Equation 2; 0 where nothing is asked for.
+    double delta() const { return requested ? static_cast<double>(absent) / static_cast<double>(requested) : 0.0; }
+};
+
+// The distribution gate. out[e] = expert e is asked for, not here, and its shard has fewer than beta of its requested experts
+// missing. owner: shard of each expert, below `shards`; null: there is one. shares: of each. Where there is a fault, both are
+// of no use.
 Fault replaceable(const std::int64_t* picked, std::int64_t pairs, const std::uint8_t* here, std::int64_t experts,
-                  double beta, const std::int64_t* owner, std::int64_t shards, std::uint8_t* out);
+                  double beta, const std::int64_t* owner, std::int64_t shards, std::vector<Share>& shares, std::uint8_t* out);
 
 }  // namespace tiermoe

@@ -7,21 +7,12 @@
 
 #include "dense.hpp"
 #include "experts.hpp"
-#include "importance.hpp"
-#include "substitute.hpp"
 
 namespace tiermoe {
 
 struct KernelTable {
     decltype(&combine_f32) combine;
     decltype(&tiermoe::router_scores) router_scores;
-    decltype(&tiermoe::misses_fit) misses_fit;
-    decltype(&tiermoe::budget_top_k) budget_top_k;
-    decltype(&tiermoe::importance_saw) importance_saw;
-    decltype(&tiermoe::importance_target) importance_target;
-    decltype(&tiermoe::size_fault) size_fault;
-    decltype(&tiermoe::replaceable) replaceable;
-    decltype(&tiermoe::substitute) substitute;
 };
 
 // The inputs and the output of a layer's pass.
@@ -45,13 +36,13 @@ struct LayerStep {
 // Names of capsules with these. A module takes none of a build with other layouts: sizes are part of the names, and so is a
 // number that a change which leaves the sizes as they are raises.
 inline std::string capsule_name(const char* what) {
-    std::string name = std::string("tiermoe.") + what + ".2";
+    std::string name = std::string("tiermoe.") + what + ".3";
     for (const std::size_t size : {sizeof(KernelTable), sizeof(LayerInput), sizeof(Spent), sizeof(LayerStep),
-                                   sizeof(Importance), sizeof(Substitution), sizeof(Group), sizeof(Experts)})
+                                   sizeof(Group), sizeof(Experts)})
         name += "." + std::to_string(size);
     return name;
 }
 inline const std::string kKernelTable = capsule_name("KernelTable"), kLayerStep = capsule_name("LayerStep");
-inline const std::string kImportance = capsule_name("Importance"), kExperts = capsule_name("Experts");
+inline const std::string kExperts = capsule_name("Experts");
 
 }  // namespace tiermoe

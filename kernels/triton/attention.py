@@ -41,6 +41,22 @@ def _scales(top, other):
     return higher, tl.exp(top - base), tl.exp(other - base)
 
 
+@triton.jit
+def _step(q, k, v, seen, scale, top, total, values):
+    """The greatest score of each query [M], the sum of its shares [M] and of the values [M, D] with further keys'.
+
+    q [M, D]; k, v [N, D]; seen: which keys a query sees [M, N].
+    """
+    scores = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink = tl.exp(top - base)
+    shares = tl.exp(scores - base[:, None])
+    total = total * shrink + tl.sum(shares, axis=1)
+    values = tl.dot(shares.to(v.dtype), v, values * shrink[:, None], input_precision="ieee")
+    return higher, total, values
+
+
 @triton.jit(do_not_specialize=["heads", "rows", "kv_heads", "window"])
 def _attend(
     query, k_new, v_new, k_cache, v_cache, index, starts_q, starts_k, sinks, partial, maxima, sums, heads, rows,
@@ -101,17 +117,9 @@ def _attend(
                 if WIDEN:  # the interpreter does not multiply bfloat16
                     k = k.to(tl.float32)
                     v = v.to(tl.float32)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
                 distance = (past + i)[:, None] - j[None, :]
                 seen = there[None, :] & (distance >= 0) & (distance < window)
-                scores = tl.where(seen, scores, float("-inf"))
-                higher = tl.maximum(top, tl.max(scores, axis=1))
-                base = tl.where(higher == float("-inf"), 0.0, higher)
-                shrink = tl.exp(top - base)
-                shares = tl.exp(scores - base[:, None])
-                total = total * shrink + tl.sum(shares, axis=1)
-                values = tl.dot(shares.to(v.dtype), v, values * shrink[:, None], input_precision="ieee")
-                top = higher
+                top, total, values = _step(q, k, v, seen, scale, top, total, values)
             if WHOLE:  # as `_join`
                 all_top, kept, added = _scales(all_top, top)
                 all_total = tl.fma(all_total, kept, total * added)

@@ -74,15 +74,17 @@ def test_experts_are_read_from_the_disk(slots: float, policy: str, store: Expert
         assert stats.host_memory.read_bytes >= stats.total().bytes_loaded > 0
 
 
-@pytest.mark.parametrize("executor", ["emulated", "real"])
+@pytest.mark.parametrize(("executor", "policy"), [("emulated", "next-gate"), ("real", "next-gate"), ("real", "moepic")])
 def test_slots_are_loaded_from_host_memory_that_is_read_from_the_disk(
-    executor: str, store: ExpertStore, reference: Reference, request: pytest.FixtureRequest
+    executor: str, policy: str, store: ExpertStore, reference: Reference, request: pytest.FixtureRequest
 ) -> None:
-    """Three places: a quarter of the experts in slots, a half in host memory, all on the disk; also of a GPU."""
+    """Three places: a quarter of the experts in slots, a half in host memory, all on the disk; also of a GPU, and of
+    parts of experts.
+    """
     if executor == "real":
         request.getfixturevalue("fake_gpu")
     host_bytes = LAYERS * EXPERTS // 2 * 98_304
-    with serving(store, preset("next-gate", 0.25, host_bytes=host_bytes)) as worker:
+    with serving(store, preset(policy, 0.25, host_bytes=host_bytes)) as worker:
         reference.check(worker, 4)
         reference.check(worker, 1)
         stats = worker.stats()

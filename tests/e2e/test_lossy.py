@@ -130,12 +130,15 @@ def test_quality_and_bytes_of_replicas(packed_store: ExpertStore, reference: Ref
         reference.check(worker, 1, 8)
     assert worker.plan()["low_bit"] is None
     hobbit = load_policy("hobbit")
-    for preset in (hobbit, hobbit.model_copy(update={"evict_writeback": True})):
-        with _served(packed_store, preset, 0.3) as worker:  # with the cache's integrity checked after each layer
+    half = 16 * 32 // 2 * 98_304  # of the experts, in host memory that is read from the disk
+    for preset, host in ((hobbit, None), (hobbit, half), (hobbit.model_copy(update={"evict_writeback": True}), None)):
+        # with the cache's integrity checked after each layer
+        with _served(packed_store, preset, 0.3, host_bytes=host) as worker:
             plan = worker.plan()
             found, stats = _scored(worker, reference)
             total = stats.total()
             tokens = greedy(worker, reference.prompts[:3:2], 8)  # together, too
+            assert (stats.host_memory is None) == (host is None)
         kl = (exact.exp() * (exact - found)).sum(-1)
         assert kl.mean() < 0.02  # nats; four bits are good replicas
         assert (exact.argmax(-1) == found.argmax(-1)).float().mean() > 0.9

@@ -63,6 +63,20 @@ def test_shards(count: int, budget: str, prefetch: str, store: ExpertStore, refe
         assert max(loaded) <= BALANCE[count] * min(loaded)
 
 
+def test_each_gpu_reads_the_disk_into_host_memory_of_its_own(store: ExpertStore, reference: Reference) -> None:
+    """A quarter of the experts each, of which it owns a half."""
+    experts, each = 16 * 32, 98_304
+    with serving_group(store, _sharded(2, 0.05, host_bytes=experts // 4 * each)) as group:
+        reference.check(group.lead, 4, 32)
+        shards = [(shard.engine.stats(), shard.sample()) for shard in group.shards]
+        for stats, sample in ((group.lead.stats(), group.lead.sample()), *shards):
+            host, counters = stats.host_memory, sample.counters
+            assert (host.slots, host.budget_bytes) == (experts // 4, experts // 4 * each)
+            assert 0 < host.bytes_demand + host.bytes_prefetch <= host.read_bytes
+            assert counters["host_misses"] == host.misses > 0
+            assert counters["bytes_loaded_demand"] > 0
+
+
 @pytest.mark.usefixtures("usual_liveness")
 @pytest.mark.parametrize("strike", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=slow)])
 def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, reference: Reference) -> None:
@@ -88,10 +102,12 @@ def test_a_request_outlives_a_shard(strike: signal.Signals, store: ExpertStore, 
 
 
 @contextmanager
-def _near_data(policy: str, budget: str = "0.5", workers: int = 1, **more: Any) -> Iterator[LocalWorker]:
+def _near_data(
+    policy: str, budget: str = "0.5", workers: int = 1, host_bytes: int | None = None, **more: Any
+) -> Iterator[LocalWorker]:
     options = {"policy": policy, "budget": budget, "threads": 1, "integrity_checks": True, **more}
     config = load_run_config(None, options)
-    made = engine_settings(config)
+    made = engine_settings(config).model_copy(update={"host_bytes": host_bytes})
     with closing(LocalWorker(made, prepared_store(config, made), workers)) as worker:
         worker.start()
         yield worker
@@ -111,6 +127,18 @@ def test_near_data_in_full_precision(transport: str, reference: Reference) -> No
         assert stats.expert_bytes_peak <= stats.expert_budget_bytes
         assert worker.engine.peers["ndp/0"].transport == transport
         assert worker.engine.prefetching is None
+
+
+@slow
+def test_near_data_beside_host_memory_that_is_read_from_the_disk(reference: Reference) -> None:
+    """A worker that maps the store, as on a node of its own, and a lead whose half of it is read."""
+    with _near_data("auto", "0.25", link=SLOW, host_bytes=16 * 32 // 2 * 98_304) as worker:
+        reference.check(worker, 4, 24)
+        reference.check(worker, 1, 24, first=4)
+        stats = worker.stats()
+        assert stats.total().ndp_tokens > 0
+        assert stats.host_memory.misses > 0
+        assert stats.expert_bytes_peak <= stats.expert_budget_bytes
 
 
 @slow

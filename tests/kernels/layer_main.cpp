@@ -12,6 +12,8 @@
 
 #include "../../actors/core/cpu_layer.hpp"
 #include "../../actors/core/orders.hpp"
+#include "../../actors/core/pre_eviction.hpp"
+#include "../../actors/core/rules.hpp"
 #include "../../actors/core/thread_link.hpp"
 
 using namespace tiermoe;
@@ -21,8 +23,7 @@ namespace {
 
 constexpr std::int64_t kLayers = 3, kExperts = 4, kNeurons = 6, kWidth = 16, kTop = 2, kKeys = kLayers * kExperts;
 
-const KernelTable kernels{combine_f32,       router_scores, misses_fit,  budget_top_k, importance_saw,
-                          importance_target, size_fault,    replaceable, substitute};
+const KernelTable kernels{combine_f32, router_scores};
 std::mt19937 random_bits(7);
 
 std::vector<float> numbers(std::int64_t count) {
@@ -119,9 +120,17 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
     const std::vector<float> similarity(kExperts * kExperts, 0.5f);
     for (std::int64_t e = 0; e < kExperts; ++e)
         for (std::int64_t r = 0; r < kExperts; ++r) buddies.push_back(static_cast<std::int32_t>((e + r) % kExperts));
-    std::vector<std::uint8_t> full(kLayers);
-    std::int64_t emptied = 0, calls = 0;
-    const auto first_scores = std::make_shared<core::FirstScores>();
+    std::int64_t calls = 0;
+    const auto pre_eviction = state ? std::make_shared<core::PreEviction>(*state, 0.6, kTop) : nullptr;
+    std::shared_ptr<core::Rule> changes;
+    if (rule == Rule::drop) changes = std::make_shared<core::BudgetRule>(1, true);
+    if (rule == Rule::replace) {
+        core::MissRule::Options options;
+        options.eta = 0.5f, options.drop = true;
+        const std::vector<core::MissRule::Buddies> lists(kLayers, {buddies.data(), similarity.data(), kExperts});
+        changes = std::make_shared<core::MissRule>(kExperts, lists, options, std::numeric_limits<double>::infinity(),
+                                                   std::vector<core::AdaptiveBeta>{}, nullptr);
+    }
     const auto announced = std::make_shared<core::Announced>();
     for (std::int64_t l = 0; l < kLayers; ++l) {
         layers.push_back(std::make_unique<core::CpuLayer>(made, l, kExperts, pool, kernels, all));
@@ -133,7 +142,7 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
             auto ahead = std::make_unique<core::ReleaseSlots>();
             if (!l) ahead->own = router_of(0, 1, nullptr, 0);
             if (first) ahead->router = router_of(first, 1, nullptr, 0);
-            ahead->threshold = 0.6, ahead->most = kTop, ahead->state = state, ahead->first = first_scores;
+            ahead->of = pre_eviction;
             layers[l]->ahead(std::move(ahead));
         } else {
             auto ahead = std::make_unique<core::AskRouters>();
@@ -144,21 +153,8 @@ int check(core::Core& made, Memory& memory, bool exact, bool overrun, Rule rule,
             layers[l]->ahead(std::move(ahead));
         }
         layers[l]->ahead(std::make_unique<Counting>(calls));
-        if (rule == Rule::drop) layers[l]->rule(std::make_unique<core::DropUnfit>(1, true));
-        if (rule == Rule::replace) {
-            auto made_rule = std::make_unique<core::ReplaceMissing>();
-            Substitution& of = made_rule->problem;
-            of = {};
-            of.top_k = kTop, of.experts = kExperts, of.ranks = kExperts, of.rho = kTop, of.search = kExperts;
-            of.tau = -std::numeric_limits<double>::infinity(), of.gamma = std::numeric_limits<double>::infinity();
-            of.temperature = 1.0, of.log_top_k = std::log(static_cast<double>(kTop)), of.drop = true;
-            of.buddies = buddies.data(), of.similarity = similarity.data();
-            made_rule->router = router_of(l, 1, nullptr, kExperts), made_rule->draws = nullptr;
-            made_rule->drawn = 0, made_rule->next = nullptr;
-            made_rule->beta = std::numeric_limits<double>::infinity();
-            made_rule->full = full.data(), made_rule->emptied = &emptied;
-            layers[l]->rule(std::move(made_rule));
-        }
+        const core::Router own = rule == Rule::replace ? router_of(l, 1, nullptr, kExperts) : core::kNoRouter;
+        if (changes) layers[l]->rule(std::make_unique<core::NativeRule>(changes, own));
     }
     int wrong = 0;
     std::int64_t passed = 0;

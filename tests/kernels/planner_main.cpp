@@ -38,7 +38,7 @@ int runs(std::mt19937& rng, std::uint32_t without) {
                 state = static_cast<std::uint8_t>(below(4));
                 if (state == Planner::kResident && ++held > slots) state = 0;
             }
-            std::vector<std::int32_t> needed, rows, flights, named;
+            std::vector<std::int32_t> needed, rows, flights;
             std::vector<double> arrivals;
             for (int e = 0; e < experts; ++e) {
                 if (below(3) == 0) continue;
@@ -47,8 +47,6 @@ int runs(std::mt19937& rng, std::uint32_t without) {
                 if (states[static_cast<std::size_t>(l * experts + e)] == Planner::kLoading && below(2))
                     flights.push_back(l * experts + e), arrivals.push_back(1.0 + cost());
             }
-            for (int i = 0; i < 2 * top_k; ++i) named.push_back(below(experts));
-            if (l + 1 < layers) planner->predict(l + 1, 2, top_k, named.data());
             const int n = static_cast<int>(needed.size());
             std::vector<std::uint8_t> action(needed.size()), worker(needed.size());
             std::vector<std::uint8_t> gpus(needed.size()), held_there(needed.size());
@@ -79,7 +77,7 @@ int runs(std::mt19937& rng, std::uint32_t without) {
                 check(one.victim < 0 || states[static_cast<std::size_t>(one.victim)] == Planner::kResident, "a victim has no slot");
                 check(one.victim < 0 || one.victim / experts == one.key / experts, "a victim is of another layer");
             }
-            planner->used(l, n, needed.data(), nullptr);
+            planner->used(l, n, needed.data());
             for (int e = 0; e < experts; ++e) {
                 std::int32_t victim = -1;
                 if (planner->admit(l * experts + e, victim) == Planner::Admission::instead)

@@ -53,7 +53,7 @@ struct Random {
     }
     std::string gate(double beta, const std::int64_t* owner) {
         return tiermoe::replaceable(ids.data.get(), ids.size, resident.data.get(), resident.size, beta, owner, shards,
-                                    replace.data.get());
+                                    shares_of, replace.data.get());
     }
     bool right() {
         if (!gate(below(2) ? HUGE_VAL : 0.75, below(2) ? shard_of.data.get() : nullptr).empty()) return false;
@@ -119,6 +119,7 @@ struct Random {
     Buffer<std::uint8_t> replace, resident;
     Buffer<std::int32_t> buddies;
     Substitution problem;
+    std::vector<tiermoe::Share> shares_of;
 };
 
 }  // namespace

@@ -52,7 +52,7 @@ FORMS = ("forms.cpp", "forms_avx2.cpp", "forms_avx512.cpp", "forms_portable.cpp"
 LAYER = (
     "dense.cpp", "expert_ffn.cpp", "importance.cpp", "link.cpp", "order.cpp", "substitute.cpp",
     "worth.cpp", *FORMS,
-    *(f"../../actors/core/{name}.cpp" for name in ("core", "cpu_layer", "layer", "thread_link")),
+    *(f"../../actors/core/{name}.cpp" for name in ("core", "cpu_layer", "layer", "rules", "thread_link")),
 )  # fmt: skip
 CORES = (
     "core.cpp", "stream_link.cpp", "thread_link.cpp", "virtual_link.cpp",

@@ -24,7 +24,6 @@ from tiermoe.actors.policies.auto import (
 HERE, WAIT, LOAD, NEAR, OWNER = Action
 COSTS = Costs(10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0)  # a copy takes 10, near data 4, the GPU 1
 _SECONDS = (10.0, 1.0, 0.0, 4.0, 4.0, 100.0, 0.0, 5.0, 1.0)
-_NO_INTS = np.zeros(0, np.int32)
 ABSENT, LOADING, RESIDENT = 0, 1, 2
 
 
@@ -76,7 +75,7 @@ def test_a_miss_computed_near_data_is_copied_behind_it_once_its_worth_exceeds_th
     ids = np.array([5], np.int32)
     found = planner.plan(0, ids, np.ones(1, np.int32), 0.0, 0.0)
     assert found.actions.tolist() == [NEAR]
-    assert [(one.key, one.victim, one.prefetch) for one in found.wanted] == [(5, None, False)]
+    assert [(one.key, one.victim) for one in found.wanted] == [(5, None)]
     dear = auto(COSTS._replace(near_s=3.0, near_busy_s=1e9, dense_s=0.0))  # it would stop the worker
     assert dear.plan(0, ids, np.ones(1, np.int32), 0.0, 0.0).wanted == []
 
@@ -92,18 +91,6 @@ def test_background_copies_name_different_victims_and_spare_what_runs_now() -> N
     assert {one.key for one in found.wanted} == {4, 5} - {int(e) for e in (4, 5) if found.actions[e - 3] == LOAD}
     assert set(victims) <= {1, 2}
     assert len(set(victims)) == len(victims)
-
-
-def test_prefetches_follow_the_next_routers_prediction() -> None:
-    planner = auto(COSTS._replace(dense_s=40.0))
-    planner.states[0, 0] = RESIDENT
-    planner.predict(1, np.array([[3, 4]], np.int32))
-    found = planner.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0)
-    assert [(one.key, one.prefetch) for one in found.wanted] == [(8 + 3, True), (8 + 4, True)]
-    none = auto(COSTS._replace(dense_s=40.0), without=Without.PREFETCH)
-    none.states[0, 0] = RESIDENT
-    none.predict(1, np.array([[3, 4]], np.int32))
-    assert none.plan(0, np.array([0], np.int32), np.ones(1, np.int32), 0.0, 0.0).wanted == []
 
 
 def test_each_load_of_a_layer_displaces_another_resident() -> None:
@@ -185,16 +172,6 @@ def test_an_owner_keeps_what_would_not_end_the_layer_sooner() -> None:
     assert _owners(tied, [1, 2, 3])[0] == [OWNER] * 3
 
 
-def test_nothing_of_another_gpu_is_copied_ahead() -> None:
-    planner, ids, ones = auto(COSTS._replace(dense_s=45.0)), np.arange(8, dtype=np.int32), np.ones(8, np.int32)
-    gpus = np.array([1] * 6 + [0, 0], np.uint8)
-    planner.plan(1, ids, ones, 0.0, 0.0, owners=Owners(gpus, gpus))
-    planner.predict(1, np.array([[3, 6]], np.int32))
-    planner.states[0, 0] = RESIDENT
-    found = planner.plan(0, ids[:1], ones[:1], 0.0, 0.0)
-    assert [one.key for one in found.wanted if one.prefetch] == [14]
-
-
 def test_owners_are_tried_again_where_all_their_experts_go_near_data() -> None:
     """What is not used is not measured: a GPU that was slow for a while would be left out for good."""
     planner = _slow_owners(auto())
@@ -238,7 +215,7 @@ def _prompt(planner: Auto, layer: int, now_s: float, needed: int = 8, room: int 
     """A layer of a prompt of 80 tokens: its actions, and the keys that are streamed ahead for the next layer."""
     ids, rows = np.arange(needed, dtype=np.int32), np.full(needed, 10, np.int32)
     found = planner.plan(layer, ids, rows, now_s, now_s, prompt_tokens=80, room=room)
-    assert all(one.prefetch and one.victim is None for one in found.wanted)
+    assert all(one.victim is None for one in found.wanted)
     return [Action(action) for action in found.actions], [one.key for one in found.wanted]
 
 
@@ -559,7 +536,6 @@ def test_a_background_copy_pays_for_the_layers_that_copies_slow() -> None:
         (lambda p: _core.Planner(2**20, 4096, 1, 1, 0, _SECONDS, np.zeros(1, np.uint8), 0), "product"),
         (lambda p: p.prompt_end(np.zeros((2, 8), np.int64), 1, 2**32, 2**32), "a count is"),
         (lambda p: p.native.popularity(np.zeros((2, 8), np.int64), 1.0, 2, 2**32), "a count is"),
-        (lambda p: p.native.predict(0, _NO_INTS, 2**32), "a count is"),
         (lambda p: auto(workers=65), "64"),
     ],
 )  # fmt: skip

@@ -26,7 +26,7 @@ from tiermoe.actors.engine.cache.slot_map import SlotMap
 from tiermoe.actors.engine.cache.slots import LayerWeights, SlotMemory, SlotPool
 from tiermoe.actors.engine.dense.native import Joined
 from tiermoe.actors.engine.hooks import Hooks
-from tiermoe.actors.engine.layer import MoeLayer
+from tiermoe.actors.engine.layer import MoeLayer, Shared
 from tiermoe.actors.engine.peers.auto import SOURCE, STREAM, AutoPlacer
 from tiermoe.actors.engine.stats import EngineStats, LayerStats, Timeline
 from tiermoe.actors.policies.auto import Action, Auto, Costs, Followed, LayerPlan, Part, Wanted
@@ -251,7 +251,7 @@ def test_a_background_copy_takes_its_victims_slot_and_is_judged_when_it_comes(ri
     for layer in range(LAYERS):
         rig.layer(layer, [0, 1])  # every slot is taken
     rig.planner.actions = {2: Action.NEAR_DATA}
-    rig.planner.wanted = [Wanted(2, 1, 0.5, False)]
+    rig.planner.wanted = [Wanted(2, 1, 0.5)]
     rig.layer(0, [0, 2])
     rig.settle()
     assert rig.resident() == {0, 2, 4, 5, 8, 9}
@@ -295,13 +295,13 @@ def test_a_prompt_streams_into_slots_that_hold_nothing_of_worth() -> None:
     rig = Rig(8)  # a share of two slots a layer, and two more
     rows = [[0, 3], [1, 3], [2, 3], [2, 3]]
     rig.begin(("a", 4, False))
-    rig.planner.wanted = [Wanted(EXPERTS + e, None, 0.5, True) for e in range(EXPERTS)]
+    rig.planner.wanted = [Wanted(EXPERTS + e, None, 0.5) for e in range(EXPERTS)]
     rig.layer(0, *rows)
     assert rig.planner.room == 4  # of eight slots the layer's own loads take four
     rig.settle()
     assert rig.resident() == set(range(8))
     assert rig.cache.live_stats().prefetch_sources[STREAM].queued == EXPERTS
-    rig.planner.wanted = [Wanted(2 * EXPERTS + e, None, 0.5, True) for e in range(EXPERTS)]
+    rig.planner.wanted = [Wanted(2 * EXPERTS + e, None, 0.5) for e in range(EXPERTS)]
     plan = rig.layer(1, *rows)
     assert (plan.resident, len(plan.run)) == (4, 4)
     assert rig.planner.room == 2  # of layer 0 what exceeds its share
@@ -515,7 +515,8 @@ def test_prompts_that_stream_ahead_give_the_same_outputs() -> None:
     placer.faster.only = 0
     placer.preload()
     backend, kernel = native.layers[0].backend, native.layers[0].kernel
-    layers = [MoeLayer(i, EXPERTS, cache, backend, placer, kernel) for i in range(LAYERS)]
+    shared = Shared(cache, backend, placer)
+    layers = [MoeLayer(i, EXPERTS, shared, kernel) for i in range(LAYERS)]
     for name, count in [("a", 6), *[("a", 1)] * 10, ("b", 8), *[("b", 1)] * 10]:
         rows: Any = [SimpleNamespace(name=name, start=0, stop=count, decode=count == 1)]
         cache.core.decode_only = count == 1
@@ -555,7 +556,7 @@ def test_the_share_of_misses_is_learned_from_decodes() -> None:
     placer = AutoPlacer(stack.cache, EXPERTS, None, cast(Any, Pool()), lambda: COSTS, lambda *given: Scripted())
     placer.preload()
     stack.cache.native_steps, placer.faster.only = True, 0
-    layer = MoeLayer(0, EXPERTS, stack.cache, stack.layers[0].backend, placer, stack.layers[0].kernel)
+    layer = MoeLayer(0, EXPERTS, Shared(stack.cache, stack.layers[0].backend, placer), stack.layers[0].kernel)
     inputs = torch.randn(1, SHAPE.hidden), torch.tensor([[0, 1]]), torch.rand(1, 2)
     assert placer.native.missed is None
     for share in (1.0, 0.98):  # both are loaded, and there the second time

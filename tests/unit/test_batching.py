@@ -439,7 +439,7 @@ def test_scores_that_are_no_numbers_end_their_request_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of a broken checkpoint. Guards a greedy request that went on with token 0, and a drawn one that ended all."""
-    path = "steps.next_tokens" if batching == "continuous" else "rows.verified_tokens"
+    path = f"{'steps' if batching == 'continuous' else 'rows'}.verified_tokens"
     (module, name), worker = name_of(path), workers[batching]
     together = 2 if batching == "continuous" else 1
     real, bad_steps = getattr(module, name), iter([False, False, True])

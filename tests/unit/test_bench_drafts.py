@@ -18,7 +18,7 @@ def test_the_table_says_what_drafts_give_by_acceptance(monkeypatch: pytest.Monke
     report = draft_table.draft_table(case, None)
     (row,) = report.rows
     assert report.executor == "simulated"
-    assert row["ratio_0.95"] > 1.2 > row["ratio_0.1"] > 0.9
+    assert row["ratio_0.95"] > 1.2 > row["ratio_0.1"] >= 0.98
     assert row["drafts_0.95"] > 2 > row["drafts_0.1"]
     assert report.rows == draft_table.draft_table(case, None).rows
 
@@ -35,3 +35,11 @@ def test_texts_by_kind(kind: DraftKind, answers: dict[str, bool], temperatures: 
     assert {name: texts[0].answer is not None for name, texts in found.items()} == answers
     assert {name: texts[0].temperature for name, texts in found.items()} == temperatures
     assert set(drafts.BARS[kind]) == set(found)
+
+
+def test_trials_that_cannot_pay_cost_less_than_2_percent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow link and few slots, where a wrong draft costs several steps."""
+    monkeypatch.setattr(draft_table, "_WARM_UP", 100)
+    case = DraftTable(shape="mixtral-8x7b", bits=4.5, budgets=(0.3,), link_gbps=(8.0,), accepted=(0.3, 0.6, 0.9))
+    (row,) = draft_table.draft_table(case, None).rows
+    assert all(row[f"ratio_{chance}"] >= 0.98 for chance in case.accepted)

@@ -23,7 +23,7 @@ from tiermoe.benchmarks.gpu.run_parts import Context, Part, Record
 from tiermoe.benchmarks.gpu.timeline import LayerTimes, Timeline
 from tiermoe.benchmarks.gpu.transfers import Peaks
 from tiermoe.cluster.jobs.bench.metrics import fill_tables
-from tiermoe.kernels.forms import ExpertForm
+from tiermoe.kernels.forms import BLOCKS, ExpertForm
 
 pytest.importorskip("triton")
 from tiermoe.kernels.triton.forms import TritonFormKernel
@@ -187,6 +187,8 @@ def test_the_first_parts_take_twelve_minutes_and_every_cell_can_be_loaded() -> N
         assert all(decode.load_policy(cell.preset).name == cell.preset for cell in decode.cells_of(model))
     assert {"all-resident", "on-demand", "next-gate", "auto"} <= {cell.preset for cell in decode.cells_of("qwen")[:4]}
     assert set(decode.table()["published"]) <= set(REAL)
+    assert set(BLOCKS) <= {form["kind"] for form in decode.table()["forms"].values()}
+    assert all(shape.expert_form is not None for shape in forms.shapes(toy=False).values())
 
 
 class _Clock:

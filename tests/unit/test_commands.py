@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "prepare {store} {folder}/out --cache-dir {folder}": ("OUT and --cache-dir are both given",),
     **{f"prepare {{store}} {option} {{binary}}": ("text.bin",) for option in ("--gates", "--predictors")},
     _PROFILE + " {text} --profile-trace {trace}": ("both given",),
-    "prepare {store} --profile-figures x": ("--profile-figures is given without --profile",),
+    "prepare {store} --profile-outputs 5": ("--profile-outputs is given without --profile",),
     "prepare {store} --profile-warmup-weight 0.5": ("--profile-warmup-weight is given without",),
     "prepare {store} --profile-trace x --profile-outputs 5": ("a trace has no outputs",),
     _PROFILE + " {text} --profile-outputs 0": ("--profile-outputs is 0",),

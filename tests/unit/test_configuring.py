@@ -13,7 +13,7 @@ import traces
 from cache_rigs import tops_and_bottoms
 
 from tiermoe.actors.budget import Budget
-from tiermoe.actors.engine.passes import Passed
+from tiermoe.actors.engine.hooks import Passed
 from tiermoe.actors.engine.split import Configuring, Recorder, Step
 from tiermoe.actors.engine.stats import ConfiguratorStats
 from tiermoe.actors.policies.moepic.split import SplitOptions

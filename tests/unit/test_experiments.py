@@ -321,8 +321,6 @@ def test_what_does_not_fit_is_refused_before_a_worker_starts(monkeypatch: pytest
     ndp = replace(_experiment(prompts_file=None), sections=(Replayed("s", variants("context-ndp-full")),))
     with pytest.raises(ConfigError, match="computes on an NDP worker"):
         run_experiment(ndp, start=start)
-    with pytest.raises(ConfigError, match="needs rows from an earlier run"):
-        run_experiment(_of("activeevict", parts="emulated"), start=start)
 
 
 def test_a_variant_is_a_preset_with_other_values(tmp_path: Path) -> None:

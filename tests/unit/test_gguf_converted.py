@@ -56,8 +56,10 @@ def test_a_converted_file_is_its_model(name: str, beside: bool, tmp_path: Path) 
 def test_a_converted_file_is_served(name: str, tmp_path: Path) -> None:
     file = unpacked(name, tmp_path, CASES[name].beside)
     store = ExpertStore(prepare(locate(str(file)), tmp_path / "store", progress=False))
+    wanted = GOLDEN[name]["tokens"]
     with serving(store, settings(0.5)) as worker:
-        assert greedy(worker, [PROMPT[:12]], TOKENS) == [GOLDEN[name]["tokens"]]
+        found = greedy(worker, [PROMPT[:12]], TOKENS)[0]
+    assert found[: len(wanted)] == wanted  # the metadata of these has no end of a text, at which transformers ends
 
 
 CHANGED = [  # case, keys, what the message names

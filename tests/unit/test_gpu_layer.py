@@ -37,7 +37,7 @@ from tiermoe.benchmarks.instant_gpu import InstantGpu, instant_gpu
 from tiermoe.errors import RuntimeFailure
 from tiermoe.kernels.expert_ffn import SHORT_ROWS, ExpertKernel, Operands, TorchKernel
 from tiermoe.kernels.form_slots import TorchFormKernel
-from tiermoe.kernels.forms import ExpertForm
+from tiermoe.kernels.forms import BLOCKS, ExpertForm
 from tiermoe.kernels.pack import PackedShape
 from tiermoe.kernels.packed_slots import TorchPackedKernel
 
@@ -149,6 +149,10 @@ def test_interpreted_kernels_give_what_they_give_the_page() -> None:
     native.cache.close(), python.cache.close()
 
 
+K_QUANTS = {kind for kind, (weights, *_) in BLOCKS.items() if weights == 256}
+FAST = ("fp8_block", "mxfp4", "q8_0", "int, 4 bits, zeros")
+
+
 class FormStack(Stack):
     """Experts in a published form; Python's passes run torch's reference."""
 
@@ -174,11 +178,17 @@ class FormStack(Stack):
         return TorchFormKernel(parts, self.form, gate)
 
 
-@pytest.mark.parametrize("slots", [3, KEYS])
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp4", "q8_0", "int, 4 bits, zeros"])
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [
+        *((name, slots) for name in FAST for slots in (3, KEYS)),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in FORMS if name not in {*FAST, *K_QUANTS} - {"q4_k"}),
+    ],
+)
 def test_interpreted_forms_run_in_the_native_pass(name: str, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded on demand and then resident: two launches for experts that are there together, and one that sums."""
-    form = expert_form(name, 64, 32)
+    hidden_size = 256 if name in K_QUANTS else 64
+    form = expert_form(name, hidden_size, hidden_size if name in K_QUANTS else 32)
     native, python = FormStack(form, slots, True), FormStack(form, slots, False)
     assert isinstance(native.layers[0].executor, GpuExecutor)
     rng, found = np.random.default_rng(slots), list[str]()
@@ -193,7 +203,7 @@ def test_interpreted_forms_run_in_the_native_pass(name: str, slots: int, monkeyp
     for n in range(4):
         # the last pass runs experts that are in their slots, where all have one
         ids = torch.tensor([[1, 2]]) if n > 1 else torch.from_numpy(rng.permutation(EXPERTS)[None, :2].copy())
-        hidden, weights = torch.randn(1, 64), torch.rand(1, 2)
+        hidden, weights = torch.randn(1, hidden_size), torch.rand(1, 2)
         for mine, theirs in zip(native.layers, python.layers, strict=True):
             found.clear()
             out, wanted = mine.forward(hidden, ids, weights), theirs.forward(hidden, ids, weights)

@@ -14,14 +14,20 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 import tiermoe
-from tiermoe.actors.engine.stats import EngineStats, LayerStats
+from tiermoe.actors.engine.stats import EngineStats, HostMemoryStats, LayerStats
 from tiermoe.actors.policies.drafts import DraftStats
 from tiermoe.cluster.api.metrics import RuntimeCounters
 from tiermoe.cluster.attach import Sample
 from tiermoe.proto.options import Traffic
 
 _TO_NDP = Traffic(7, 6, 700, 600, 0.5).of_client() | {"rows_sent": 7, "rows_received": 6}
-_LEADS = EngineStats([LayerStats(hits=5, misses=3, late_prefetches=1, ndp_experts=2, bytes_loaded_demand=96)])
+_LEADS = EngineStats(
+    [LayerStats(hits=5, misses=3, late_prefetches=1, ndp_experts=2, bytes_loaded_demand=96)],
+    host_memory=HostMemoryStats(
+        slots=4, budget_bytes=128, hits=2, misses=1, bytes_demand=32, bytes_prefetch=64, bytes_wasted=16,
+        waited_s=0.125, gbps=1.0, read_bytes=100, longest_s=0.25,
+    ),
+)  # fmt: skip
 _SAMPLES = (
     Sample(
         "d", "lead", "lead", "10.0.0.1", "n1", 0, 1, 5.0, 10, 0.5, _LEADS.counters() | {"steps": 4, "step_s": 2.5},
@@ -99,6 +105,9 @@ def test_each_process_counts_by_node_worker_and_kind(families: dict[str, Metric]
         ("peer_rows_sent_total", *lead, "ndp/0"): 7, ("peer_rows_received_total", *lead, "ndp/0"): 6,
         ("peer_bytes_sent_total", *lead, "ndp/0"): 700, ("peer_wait_seconds_total", *lead, "ndp/0"): 0.5,
         ("peer_bytes_received_total", *lead, "store/1"): 64, ("peer_wait_seconds_total", *lead, "store/1"): 0.25,
+        ("worker_host_memory_hits_total", *lead): 2, ("worker_host_memory_misses_total", *lead): 1,
+        ("worker_disk_bytes_read_total", *lead, "demand"): 32, ("worker_disk_bytes_read_total", *lead, "prefetch"): 64,
+        ("worker_disk_bytes_wasted_total", *lead): 16, ("worker_disk_wait_seconds_total", *lead): 0.125,
         ("worker_rows_total", *near): 7, ("worker_busy_seconds_total", *near): 0.25,
         ("worker_answering_seconds_total", *near): 0.375, ("worker_bytes_received_total", *near): 700,
         ("worker_store_bytes_total", "10.0.0.1", "store/0", "store"): 64,
@@ -115,7 +124,7 @@ def test_each_process_counts_by_node_worker_and_kind(families: dict[str, Metric]
     assert {s.name for s in of_processes if s.labels["worker"] == "store/1"} == {
         "tiermoe_worker_up", "tiermoe_worker_restarts_total"
     }  # fmt: skip
-    assert not re.search("rss|cpu|memory", " ".join(s.name for s in of_processes))
+    assert not re.search("rss|cpu|(?<!host_)memory", " ".join(s.name for s in of_processes))
 
 
 def test_every_query_of_the_dashboard_is_of_a_metric_and_labels_that_are_there(page: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from activeevict_reference import ImportanceState, NativeState
 from orders_reference import ImportanceOrder, MapOrder, reference_of
 
 from tiermoe.actors.policies.activeevict import ImportanceEviction
@@ -28,8 +29,13 @@ def changes(draw: random.Random, policies: list[EvictionPolicy]) -> None:
         if isinstance(policy, ExpertMapEviction | MapOrder):
             policy.expect(np.arange(EXPERTS) + layer * EXPERTS, row)
         if isinstance(policy, ImportanceEviction | ImportanceOrder):
-            policy.state.saw(layer, ids)
-            policy.state.target(layer, row[None] * 4, np.zeros(EXPERTS, np.bool_), 0.0, 0)
+            state = state_of(policy)
+            state.saw(layer, ids)
+            state.target(layer, row[None] * 4, np.zeros(EXPERTS, np.bool_), 0.0, 0)
+
+
+def state_of(policy: ImportanceEviction | ImportanceOrder) -> ImportanceState | NativeState:
+    return NativeState(policy.state) if isinstance(policy, ImportanceEviction) else policy.state
 
 
 @pytest.mark.parametrize("kind", ["lru", "lru-sweep", "lfu", "lfu-decay", "lcp", "expert-map", "importance", "worth"])
@@ -80,8 +86,8 @@ def test_a_layer_is_evicted_again_after_logits_that_are_no_numbers(sign: int) ->
             policy.admitted(key)
     for logits in ([sign * np.nan] * 4, [-9.0, 3.0, 3.0, 0.0]):
         for of in both:
-            of.state.target(0, np.array([logits], np.float32), np.ones(4, np.bool_), 0.02, 2)
-            of.state.target(1, np.zeros((1, 4), np.float32), np.ones(4, np.bool_), 0.02, 2)
+            state_of(of).target(0, np.array([logits], np.float32), np.ones(4, np.bool_), 0.02, 2)
+            state_of(of).target(1, np.zeros((1, 4), np.float32), np.ones(4, np.bool_), 0.02, 2)
         native, reference = (policy.victims(8, lambda key: True) for policy in both)
         assert native == reference
 
@@ -90,8 +96,8 @@ def test_what_is_left_of_a_layer_has_its_shares_however_much_more_important_the_
     both = _importance(0.5)
     for of in both:
         for pair in ([2, 3], *[[1, 3]] * 62, *[[0, 3]] * 62):
-            of.state.saw(0, np.array([pair]))
-        of.state.target(1, np.zeros((1, 4), np.float32), np.ones(4, np.bool_), 0.02, 2)
+            state_of(of).saw(0, np.array([pair]))
+        state_of(of).target(1, np.zeros((1, 4), np.float32), np.ones(4, np.bool_), 0.02, 2)
     for policy in both:
         for key in (0, 1, 2, 4, 5):
             policy.admitted(key)

@@ -11,8 +11,8 @@ from activeevict_reference import (
     BudgetDrops,
     Hotness,
     ImportanceState,
+    NativeState,
     PreEviction,
-    importance,
     kept_pairs,
     predicted_distribution,
     routing_widths,
@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tiermoe.actors.policies.activeevict import ImportanceEviction
-from tiermoe.kernels.importance import ImportanceState as NativeState
-from tiermoe.kernels.importance import drop_beyond, misses_fit, release_slots
+from tiermoe.actors.policies import activeevict
+from tiermoe.actors.policies.activeevict import BudgetAwareTopK, ImportanceEviction
+from tiermoe.actors.policies.routing import RerouteView
 
 E, K = 8, 3
 SEEDS = st.integers(0, 2**32 - 1)
@@ -76,36 +76,18 @@ class TestHotness:
 def test_the_native_state_is_the_reference(
     seed: int, gamma: float, window: int, alpha: float, batches: list[int], tau: float, most: int
 ) -> None:
-    rng, layers = np.random.default_rng(seed), 2
-    ours, theirs = (made(layers, E, alpha, gamma, window, K) for made in (ImportanceState, NativeState))
+    rng, sizes = np.random.default_rng(seed), (2, E, alpha, gamma, window, K)
+    ours, theirs = ImportanceState(*sizes), NativeState(activeevict.ImportanceState(*sizes))
     for tokens in batches:
-        layer, ids, held = int(rng.integers(layers)), picks(rng, tokens), rng.random(E) < 0.5
+        layer, ids, held = int(rng.integers(2)), picks(rng, tokens), rng.random(E) < 0.5
         logits = np.round(rng.normal(0, 2, (tokens, E)), 1).astype(np.float32)  # rounded: some are equal
-        resident, stamp = rng.random(layers * E) < 0.5, rng.permutation(layers * E)
         targets = []
         for state in (ours, theirs):
             state.saw(layer, ids)
             targets.append(state.target(layer, logits, held, tau, most))
-            state.resident[:], state.stamp[:] = resident, stamp
         np.testing.assert_allclose(theirs.values, ours.values, rtol=1e-12)
         np.testing.assert_allclose(theirs.predicted, ours.predicted, rtol=1e-12)
-        assert targets[0] == targets[1] == release_slots(logits, held, K, tau, most)
-        theirs.predicted[:] = ours.predicted  # so that ties are ties
-        scores = importance(ours.values, ours.predicted, resident, alpha)  # equal but for the last bits: ties differ
-        for count in (0, 3, 2 * E + 1):
-            first, expected = theirs.lowest(count), ours.lowest(count)
-            np.testing.assert_allclose(scores[first], scores[expected], rtol=1e-12)
-            assert [key for key in first if scores[key] == 0] == [key for key in expected if scores[key] == 0]
-            assert len(set(first)) == len(first)
-            assert resident[first].all()
-        states = rng.integers(0, 3, layers * E).astype(np.uint8)
-        evictable = (resident & (rng.random(layers * E) < 0.7)).astype(np.uint8)
-        step = layer, ids, 1 - layer, np.round(logits), states, evictable, int(rng.integers(0, 3)), tau, most
-        mine, native = (state.release(*step) for state in (ours, theirs))
-        scores = importance(ours.values, ours.predicted, resident, alpha)
-        np.testing.assert_allclose(scores[native], scores[mine], rtol=1e-12)
-        assert all(evictable[key] for key in native)
-        assert len(set(native)) == len(native)
+        assert targets[0] == targets[1]
         theirs.values[:], theirs.predicted[:] = ours.values, ours.predicted
 
 
@@ -122,10 +104,11 @@ def test_the_native_drops_are_the_reference(
     weights = rng.dirichlet(np.ones(top_k), tokens).astype(np.float32)
     if ties:
         weights = np.round(weights * 4).astype(np.float32) / 4
-    reference = BudgetDrops()
-    assert reference.fits(ids, resident, vacant) == misses_fit(ids, resident, vacant)
-    asked = ids, weights, resident, vacant, min_top_k, renormalise
-    for mine, native in zip(reference.drop(*asked), drop_beyond(*asked), strict=True):
+    reference, rule, view = BudgetDrops(), BudgetAwareTopK(renormalise, min_top_k), RerouteView(resident, 0, K, vacant)
+    assert reference.fits(ids, resident, vacant) == rule.keeps(ids, view)
+    found = rule.reroute(0, ids, weights, None, view)
+    expected = reference.drop(ids, weights, resident, vacant, min_top_k, renormalise)
+    for mine, native in zip(expected, (found.ids, found.weights, found.dropped), strict=True):
         np.testing.assert_array_equal(mine, native)
 
 
@@ -146,8 +129,9 @@ class TestImportance:
         scores = np.zeros(2 * E)
         for layer in range(2):
             ids, predicted = picks(rng, 9), rng.dirichlet(np.ones(E))
-            policy.state.saw(layer, ids)
-            policy.state.target(layer, np.log(predicted)[None], np.zeros(E, np.bool_), 0.0, 0)
+            state = NativeState(policy.state)
+            state.saw(layer, ids)
+            state.target(layer, np.log(predicted)[None], np.zeros(E, np.bool_), 0.0, 0)
             u = usage(ids, 0.8, 6)
             residents = [e for e in range(E) if layer * E + e in held]
             total = sum(u[e] for e in residents)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import traces
+from activeevict_reference import NativeState
 from cache_rigs import begin_layer, end_layer
 from numpy.typing import NDArray
 from orders_reference import Lru
@@ -98,7 +99,7 @@ class TestPreEvicting:
         forward(cache, 0, 0, 1)
         forward(cache, 1, 2, 3)
         pre = PreEvicting(PreEviction(2, 0.0, 2), cache, LAYERS, EXPERTS, scores([5.0, 4.0, 0.0, 0.0]))
-        eviction.state.saw(0, np.array([[0, 1], [0, 1]]))
+        NativeState(eviction.state).saw(0, np.array([[0, 1], [0, 1]]))
         pre.layer(0, seen(np.array([[0, 1]])))
         assert cache.residency.free_slots == 2  # experts 0 and 1 of layer 1 are predicted, and not there
         assert set(cache.residency.held()) == {0, 1}

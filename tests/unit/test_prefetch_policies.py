@@ -24,13 +24,13 @@ from tiermoe.actors.policies.prefetch import (
     Span,
     Wanted,
     WantedKeys,
+    by_score,
     joined,
     predicted_experts,
     ranked,
     runs,
 )
 from tiermoe.actors.policies.registry import PolicyContext, kinds, make, options
-from tiermoe.kernels import _cpu
 
 
 def transcription(logits: np.ndarray, top: int) -> list[int]:
@@ -50,11 +50,19 @@ def test_follows_the_transcription_with_ties(data: st.DataObject) -> None:
     tokens, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 17))
     top = data.draw(st.integers(1, experts))
     logits = data.draw(arrays(np.float32, (tokens, experts), elements=st.integers(-3, 3)))
-    for rank in (predicted_experts, _cpu.rank_by_votes):
-        found = rank(logits, top, 0)
-        assert found == transcription(logits, top)
-        assert all(type(e) is int for e in found)
-        assert rank(logits, top, 40) == [40 + e for e in found]
+    found = predicted_experts(logits, top)
+    assert found == transcription(logits, top)
+    assert all(type(e) is int for e in found)
+    assert predicted_experts(logits, top, 40) == [40 + e for e in found]
+
+
+def test_scores_of_other_shapes_and_of_none_are_refused() -> None:
+    scores = np.array([[3.0, 1.0], [2.0, 0.0]], np.float32)
+    assert predicted_experts(scores, 2**62) == [0, 1]
+    assert by_score(scores, 2**62) == ([0, 1], [3.0, 1.0])
+    for wrong, top in ((scores, 0), (scores, -1), (scores[0], 1), (scores.astype(np.int64), 1)):
+        with pytest.raises(ValueError, match=r"at least one|float32 or float64"):
+            predicted_experts(wrong, top)
 
 
 def governor(min_useful: float = 0.5) -> Governor:

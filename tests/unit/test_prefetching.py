@@ -48,7 +48,6 @@ from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
 from tiermoe.errors import ConfigError
-from tiermoe.kernels import _cpu
 
 
 @pytest.fixture
@@ -234,11 +233,10 @@ def test_by_score_follows_the_transcription_with_ties(data: st.DataObject) -> No
     tokens, experts = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
     scores = data.draw(arrays(np.float32, (tokens, experts), elements=st.integers(0, 3))) / 4
     top = data.draw(st.integers(1, experts + 1))
-    for rank in (by_score, _cpu.rank_by_score):
-        found, best = rank(scores, top, 0)
-        assert found == transcription(scores, top)
-        assert best == [scores[:, e].max() for e in found]
-        assert rank(scores, top, 40) == ([40 + e for e in found], best)
+    found, best = by_score(scores, top)
+    assert found == transcription(scores, top)
+    assert best == [scores[:, e].max() for e in found]
+    assert by_score(scores, top, 40) == ([40 + e for e in found], best)
 
 
 @pytest.mark.parametrize("top", [2, 4])

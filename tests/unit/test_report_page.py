@@ -16,11 +16,10 @@ import traces
 from commands import Command
 
 from tiermoe.cluster.config import configs_dir
-from tiermoe.cluster.jobs.bench import run
+from tiermoe.cluster.jobs.bench import page, run
 from tiermoe.cluster.jobs.bench.metrics import Report, Spread
 from tiermoe.cluster.jobs.replay import replay_trace
 from tiermoe.cluster.jobs.report import report_command
-from tiermoe.cluster.report import page
 from tiermoe.cluster.report.results import measurements, percentiles, read_results
 from tiermoe.errors import ConfigError
 
@@ -180,23 +179,21 @@ def test_results_of_the_documentation_are_read() -> None:
     assert all(one.tpot_ms for one in found if one.file == "moepic.json")
 
 
-@pytest.mark.parametrize(
-    ("record", "name"),
-    [
-        ({"model": "m", "spec": {}, "topology": {}, "prediction": {}, "notes": []}, "plan"),
-        ({"cpu": {}, "memory": {}, "devices": [], "model": None}, "doctor"),
-        ({"name": "trace-stats", "rows": 3}, "trace-stats"),
-    ],
-)
-def test_what_cannot_be_shown_is_named_and_the_rest_is_shown(
-    tmp_path: Path, command: Command, record: dict[str, Any], name: str
-) -> None:
-    ours, other = written(tmp_path, run=ran(), other=record)
-    line = command.refusal("report", other, "--out", tmp_path)
-    assert f"'other.json' is a result of '{name}', which compares no policies" in line
-    code, out, err = command("report", ours, other, "--out", tmp_path)
+def test_what_cannot_be_shown_is_named_and_the_rest_is_shown(tmp_path: Path, command: Command) -> None:
+    others = written(
+        tmp_path,
+        plan={"model": "m", "spec": {}, "topology": {}, "prediction": {}, "notes": []},
+        doctor={"cpu": {}, "memory": {}, "devices": [], "model": None},
+        stats={"name": "trace-stats", "rows": 3},
+    )
+    for other, name in zip(others, ("plan", "doctor", "trace-stats"), strict=True):
+        line = command.refusal("report", other, "--out", tmp_path)
+        assert f"'{other.name}' is a result of '{name}', which compares no policies" in line
+    code, out, err = command("report", *written(tmp_path, run=ran()), *others, "--out", tmp_path)
     assert (code, out.count("report.html")) == (2, 1)
-    assert err.startswith("not shown: 'other.json'")
+    assert [line.split("'")[1] for line in err.splitlines() if line.startswith("not shown: ")] == [
+        other.name for other in others
+    ]
 
 
 def test_results_come_before_their_figures(tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,13 +201,12 @@ def test_results_come_before_their_figures(tmp_path: Path, command: Command, mon
     journal = type("Journal", (), {"discard": lambda self: None})()
     monkeypatch.setattr(run, "run_experiment", lambda *a, **k: (report, journal))
 
-    def fail(*args: object) -> str:
+    def fail(*args: object) -> None:
         raise ConfigError("cannot draw", "buy a pen")
 
-    monkeypatch.setattr(page, "report_page", fail)
-    out, args = tmp_path / "out.json", ("--policies", "on-demand", "--prompts", "p.txt", "--html", tmp_path / "x.html")
-    code, printed, err = command("bench", "compare", *args, "--out", out, "--json")
+    monkeypatch.setattr(page, "write_folder", fail)
+    args = ("--policies", "on-demand", "--prompts", "p.txt", "--out", tmp_path / "out")
+    code, printed, err = command("bench", "compare", *args, "--json")
     assert code == 2
     assert "cannot draw" in err
     assert json.loads(printed)["rows"][0]["policy"] == "on-demand"
-    assert json.loads(out.read_text()) == json.loads(printed)

@@ -24,8 +24,8 @@ from tiermoe.actors.engine.serving.sampling import (
     _argmax_in_one_read,
     cut,
     draw,
-    next_tokens,
     pick_of,
+    verified_tokens,
 )
 from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -45,10 +45,26 @@ def pick(seed: int, step: int = 0, **params: Any) -> Pick:
     return Pick(SamplingParams(**{"temperature": 1.0, **params}), seed, step, "r")
 
 
-def sample(picks: Sequence[Pick | None], scores: torch.Tensor) -> list[int]:
-    before = scores.clone()
-    tokens = next_tokens(scores[None], len(scores), picks, (), lambda *found: None)
+def stream_of(asked: Pick | None) -> Any:
+    """A stream whose next token is picked so."""
+    if asked is None:
+        return None
+    process = asked.process
+    return SimpleNamespace(
+        request=SimpleNamespace(sampling=asked.params), generated=[0] * asked.step, seed=asked.seed, name=asked.name,
+        processor=None if process is None else lambda scores, generated: process(scores), stops=(),
+    )  # fmt: skip
+
+
+def sample(
+    picks: Sequence[Pick | None], scores: torch.Tensor, failed: dict[int, BaseException] | None = None
+) -> list[int]:
+    """The next tokens, of which none may fail unless `failed` is given."""
+    before, found = scores.clone(), dict[int, BaseException]() if failed is None else failed
+    streams, drafts = [stream_of(asked) for asked in picks], [list[int]() for _ in picks]
+    tokens, _ = verified_tokens(scores[None], streams, drafts, (), lambda *noted: None, found.__setitem__)
     torch.testing.assert_close(scores, before, rtol=0, atol=0, equal_nan=True)
+    assert failed is not None or not found
     return tokens
 
 
@@ -154,7 +170,6 @@ def test_any_parameters_give_a_permitted_token(
 def test_greedy_takes_the_first_of_equal_ones_as_torch_does(row: list[float]) -> None:
     wide = [[-1e9] * 130 + row, [float("-inf")] * 61 + row * 50, row + [-1e9] * 77]  # across lanes and after them
     for scores in (torch.tensor([row, row[::-1]]), *(torch.tensor([found]) for found in wide)):
-        assert sample([None] * len(scores), scores) == scores.argmax(-1).tolist()
         read = sampling_module.to_host
         for tokens, largest in (
             sampling_module._argmax(scores[None], len(scores), read), _argmax_in_one_read(scores, read)
@@ -195,8 +210,7 @@ def test_a_row_without_a_token_fails_alone(row: float, asked: Pick | None, kind:
     whole = sample([None, pick(3), pick(4)], scores)
     scores[1] = row
     failed: dict[int, BaseException] = {}
-    asked_of = [None, asked, pick(4)]
-    found = next_tokens(scores[None], 3, asked_of, (), lambda *found: None, failed.__setitem__)
+    found = sample([None, asked, pick(4)], scores, failed)
     assert {i: type(error) for i, error in failed.items()} == {1: kind}
     assert (found[0], found[2]) == (whole[0], whole[2])
 

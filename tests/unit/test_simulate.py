@@ -37,7 +37,6 @@ from tiermoe.cluster.simulate.trace import Iteration, Trace
 from tiermoe.cluster.simulate.trace_writer import TraceWriter
 from tiermoe.cluster.topology.machine_costs import MachineCosts, PolicyCosts
 from tiermoe.errors import BudgetError, ConfigError, RuntimeFailure, TraceError
-from tiermoe.kernels import _cpu
 
 PROMPTS = [[1, 2, 3], [7], [9, 9, 1, 4], [5, 6]]
 
@@ -108,11 +107,10 @@ def test_queued_copies_can_be_cancelled_and_promoted() -> None:
     assert core.state(4) == State.LOADING  # as 5, and begun
     core.arrive()
     assert core.state(4) == State.RESIDENT
-    assert linked.link.busy_until() == pytest.approx(3.0)
     linked.link.close()
     assert linked.link.pending == 1  # what is under way arrives
     clock.advance(1.0)
-    assert linked.link.busy_until() is None
+    assert linked.link.busy_s() == pytest.approx(3.0)  # which looks
     assert linked.link.pending == 0
     with pytest.raises(RuntimeFailure, match="closed"):
         core.prefetch([11], [], 1)
@@ -359,7 +357,7 @@ def test_attention_grows_with_the_context() -> None:
 def test_kernels_share_memory_with_the_copy_beside_them() -> None:
     """Two copies of 1 s: 3 s of kernels at half speed do 1 s of work beside them, 2 s after them."""
     linked = Linked(layers=1)
-    run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 0.0, 0.0, 0.5, 0.0, 0.0, 1)
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 0.0, 0.0, 0.5, 0.0, 0.0, 1)
     linked.core.prefetch([0, 1], [], 1)
     for want_s in (4.0, 7.0):  # in the second forward no copy is left
         run.forward(np.array([[[0]]]), 3.0)
@@ -404,7 +402,7 @@ class ScriptedPass:
 
 
 def with_parts(linked: Linked, made: ScriptedPass) -> _core.VirtualRun:
-    run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
     run.layers[0].parts(lambda: made, _core.Planned(), rule=True, ahead=True, watched=True, alone=False)
     return run
 
@@ -436,7 +434,7 @@ def test_an_error_of_a_part_of_a_pass_leaves_nothing_pinned(part: str) -> None:
 
 def test_a_prefetch_by_scores_that_were_not_recorded_is_refused() -> None:
     linked = Linked(layers=2)
-    run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
     first, announced = run.layers[0], _core.Announced()
     first.ask_routers(first.router(1), 1, 1, _core.ByScores(True, 1, False, False, 1), announced)
     with pytest.raises(ValueError, match="recorded"):
@@ -449,7 +447,7 @@ def test_a_prefetch_by_scores_that_were_not_recorded_is_refused() -> None:
 )
 def test_a_part_of_a_layer_that_there_is_not_is_refused(layer: int, experts: list[int], counts: list[int]) -> None:
     linked = Linked(layers=1)
-    run = _core.VirtualRun(linked.core, linked.link, linked.clock, _cpu.table(), 1.0, 0.0, 1.0, 0.0, 0.0, 1)
+    run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
     with pytest.raises(ValueError, match=r"there is no such|experts come once"):
         run.run(layer, 1, experts, counts, [])
     run.run(0, 1, [0], [1], [])

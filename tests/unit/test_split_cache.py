@@ -121,7 +121,8 @@ def test_whole_experts_stay_whole() -> None:
 class Whole:
     """A promise that counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, lasts: bool = True) -> None:
+        self.lasts = lasts
         self.asked: list[list[Any]] = []
         self.taken = 0
 
@@ -146,6 +147,17 @@ def test_both_segments_of_a_promised_expert_are_fetched_once() -> None:
     assert (one.asked, other.asked) == ([[other]], [[]])
     assert [t.flatten().tolist() for t in bottom.tensors()] == [[2, 3, 4, 5, 6, 7], [1, 2, 3]]
     assert one.taken == 1
+
+
+def test_a_promised_expert_that_does_not_last_is_fetched_for_each_segment() -> None:
+    """Its memory may have another expert by then: an expert of the disk tier, once."""
+    one = Whole(lasts=False)
+    shared = SharedPending(one)
+    top, bottom = PendingSegment(shared, 0, 1), PendingSegment(shared, 1, 4)
+    for segment in (top, bottom):
+        segment.ask([])
+        segment.tensors()
+    assert (one.asked, one.taken) == ([[], []], 2)
 
 
 def test_a_cache_fetches_a_promised_expert_once() -> None:

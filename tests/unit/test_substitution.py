@@ -6,24 +6,17 @@ import math
 
 import numpy as np
 import pytest
-from buddymoe_reference import exp, log, margin, permitted, token_entropy
+from buddymoe_reference import Beta, exp, log, margin, missing_shares, permitted, replaceable, token_entropy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiermoe.actors.engine.make_policies import make_rerouting
 from tiermoe.actors.policies.buddymoe import MissRule, RandomRule, no_buddies
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, activating_entropy
-from tiermoe.actors.policies.buddymoe.substitution import (
-    AdaptiveBeta,
-    Buddies,
-    SubstitutionOptions,
-    missing_shares,
-    reach,
-)
-from tiermoe.actors.policies.routing import RerouteView
+from tiermoe.actors.policies.buddymoe.substitution import AdaptiveBeta, Buddies, SubstitutionOptions
+from tiermoe.actors.policies.routing import Rerouted, RerouteView
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.store.artifacts import PolicyArtifacts
-from tiermoe.kernels.substitute import Replaced, replaceable, substitute
 
 E = 8
 PLAIN = SubstitutionOptions()
@@ -49,14 +42,15 @@ def run(
     probabilities: list[float] | None = None,
     tau: float | None = None,
     hop: list[int] | None = None,
-) -> Replaced:
-    """One token."""
-    resident = np.isin(np.arange(E), list(here))
-    picked = np.array([ids])
+) -> Rerouted:
+    """One token. hop: of each expert; its shard."""
+    view = RerouteView(np.isin(np.arange(E), list(here)), 0, len(ids))
+    if hop is not None:
+        view = view._replace(shard_of=np.array(hop), filling=np.zeros(2, np.bool_))
     w = np.array([weights or [1 / len(ids)] * len(ids)], np.float32)
     p = None if probabilities is None else np.array([probabilities], np.float32)
-    near = reach(resident, options.kappa, None if hop is None else np.array(hop))
-    return substitute(picked, w, p, replaceable(picked, resident, None), near, buddies, options, tau)
+    rule = MissRule([buddies], options, taus=None if tau is None else [tau])
+    return rule.reroute(0, np.array([ids]), w, p, view)
 
 
 @settings(max_examples=200, deadline=None)
@@ -110,16 +104,13 @@ def test_distribution_gate_is_equation_2() -> None:
 
 
 def test_beta_adapts_to_what_the_link_carries() -> None:
-    beta = AdaptiveBeta(expert_bytes=10, budget_s=1.0)
+    beta = Beta(AdaptiveBeta(expert_bytes=10, budget_s=1.0))
     for delta, missing in ((0.25, 1), (0.5, 2), (0.5, 2), (1.0, 4)):
         beta.saw(delta, missing)
-    found = []
-    for bytes_per_s in (0.0, 9.0, 10.0, 19.0, 20.0, 22.5):  # of 4 calls: 0, 36, 40, 76, 80, 90 bytes
-        beta.link_bytes_per_s = bytes_per_s
-        found.append(beta.beta())
+    # of 4 calls: 0, 36, 40, 76, 80, 90 bytes
+    found = [beta.beta(bytes_per_s) for bytes_per_s in (0.0, 9.0, 10.0, 19.0, 20.0, 22.5)]
     assert found == [math.nextafter(1.0, 2.0), math.nextafter(1.0, 2.0), 1.0, 1.0, 0.5, 0.0]
-    beta.link_bytes_per_s = 1e9
-    assert beta.beta() == 0.0  # bytes to spare: nothing is replaced
+    assert beta.beta(1e9) == 0.0  # bytes to spare: nothing is replaced
 
 
 def test_algorithm_1() -> None:
@@ -193,11 +184,10 @@ def test_more_is_replaced_as_rho_search_and_beta_grow(seed: int) -> None:
     resident = rng.random(E) < 0.5
     order = np.array([rng.permutation(np.delete(np.arange(E), e))[:5] for e in range(E)], np.int32)
     buddies = Buddies(order, -np.sort(-rng.random((E, 5), np.float32)) + np.float32(0.01))
-    near = reach(resident, 0.0)
+    view = RerouteView(resident, 0, 4)
 
     def count(beta: float | None, **options: int) -> int:
-        mask = replaceable(ids, resident, beta)
-        found = substitute(ids, weights, None, mask, near, buddies, SubstitutionOptions(**options))
+        found = MissRule([buddies], SubstitutionOptions(**options), beta=beta).reroute(0, ids, weights, None, view)
         for before, after in zip(ids, found.ids, strict=True):
             new = after[after != before]
             assert len(set(after)) == 4

@@ -10,11 +10,12 @@ its layers is one. All methods run on one thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .cache import ExpertCache
 
 if TYPE_CHECKING:
+    from ..stats import HostMemoryStats
     from .device import Tensors
 
 _AHEAD = 4  # reads for the loader's next copies: a demand load may have to wait behind so many
@@ -65,6 +66,13 @@ class HostTier:
         self._taken = True
         return self.cache.pool.slot(self.cache.residency.slot(key), layer)
 
+    @property
+    def stats(self) -> HostMemoryStats:
+        """Counters since the start; from any thread."""
+        found = self.cache.live_stats().host_memory
+        assert found is not None  # its link reads a disk
+        return found
+
     def close(self) -> None:
         """Stop reading. Safe to call twice."""
         self.cache.close()
@@ -73,6 +81,7 @@ class HostTier:
 class TierExpert:
     """A `PendingExpert` in the tier; used by the loader's thread only."""
 
+    lasts: ClassVar[bool] = False
     __slots__ = ("_expert", "_layer", "_tier")
 
     def __init__(self, tier: HostTier, layer: int, expert: int) -> None:

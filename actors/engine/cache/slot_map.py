@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ...core import _core
 from ...policies.moepic.split import Segments, SplitLayout
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class SharedPending:
-    """One pending expert for the copies of both its segments: fetched once, alive until both are copied."""
+    """One pending expert for the copies of both its segments: fetched once, alive until both are copied; one that does
+    not last is asked for again.
+    """
 
     __slots__ = ("__weakref__", "_tensors", "whole")
 
@@ -36,14 +38,18 @@ class SharedPending:
         return self._tensors is not None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        if self._tensors is None:
-            self._tensors = self.whole.tensors()
-        return self._tensors
+        if self._tensors is not None:
+            return self._tensors
+        found = self.whole.tensors()
+        if self.whole.lasts:
+            self._tensors = found
+        return found
 
 
 class PendingSegment:
     """A `PendingExpert` of the neurons [begin, end); both segments of an expert share one fetch."""
 
+    lasts: ClassVar[bool] = False
     __slots__ = ("_begin", "_end", "_shared")
 
     def __init__(self, shared: SharedPending, begin: int, end: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from ...store.format import ExpertShape, Published
 
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class PendingExpert(Protocol):
-    """A whole expert that is not in this node's memory yet; used by the loader's thread only."""
+    """A whole expert that is not in this node's memory yet; used by the loader's thread only.
+
+    lasts: whether its tensors stay as they are while they are referenced; else until another's are asked for.
+    """
+
+    lasts: ClassVar[bool]
 
     def ask(self, behind: Sequence[Any]) -> None:
         """Request its bytes, and those of the experts behind it in the queue; returns at once."""

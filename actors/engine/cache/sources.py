@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from ...store.files import LayerArrays, StoreView, open_views
 from ...store.format import Manifest
 from ...store.published import FormArrays
 from ...store.remote import PART_BYTES, Answer, StoreReader, connect_store
+from ..stats import EngineStats
 from .device import Device, HostExperts, PinReport, Tensors
 from .form_slots import FormWeights
 from .host_tier import HostTier
@@ -104,6 +105,7 @@ class OwnExperts:
 class RemoteExpert:
     """A `PendingExpert` on another node; used by the loader's thread only."""
 
+    lasts: ClassVar[bool] = True
     __slots__ = ("__weakref__", "expert", "fetch", "layer", "stores")
 
     def __init__(self, stores: RemoteStores, layer: int, expert: int) -> None:
@@ -384,6 +386,12 @@ class Sources:
         """Load experts from host memory of their own, which reads the disk; what is mapped is not touched any more."""
         self.tier, self.mapped = tier, []
         self.weights = [tier.layer(layer) for layer in range(len(self.weights))]
+
+    def count_in(self, stats: EngineStats) -> EngineStats:
+        """These counters of a cache, with those of the host memory that it is loaded from."""
+        if self.tier is not None:
+            stats.host_memory = self.tier.stats
+        return stats
 
     def peers(self) -> Mapping[str, str]:
         """By store that is read from: "connected" or "lost"."""

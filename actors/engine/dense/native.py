@@ -58,6 +58,11 @@ class _StandIn:
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return hidden * ((ids + 1).to(weights.dtype) * weights).mean(-1, keepdim=True).to(hidden.dtype)
 
+    def forward_into(
+        self, out: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        out.copy_(self.forward(hidden, ids, weights))
+
 
 class _Head:
     """A model's output embeddings on few rows, as a program. threads: of it."""
@@ -114,7 +119,7 @@ class Joined:
         if not natives or any(x.alone or "forward" in vars(x) for x in layers):
             return 0
         spent, ends, shared = self.spent[at:], at + len(natives) == len(self.layers), layers[0].shared
-        shared.begin(inputs, layers[0].placer)
+        shared.begin(inputs)
         shared.out = out
         try:
             ran = self._program.run_layers(

@@ -24,8 +24,8 @@ from ...store.files import StoreView
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.sources import Sources, open_sources
 from ..host_view import pairs_of
-from ..layer import Groups, MoeLayer, Pass, Replicas
-from ..make_cache import ModelExperts, make_cache
+from ..layer import Groups, MoeLayer, Pass, Replicas, Shared
+from ..make_cache import ModelExperts, host_experts, make_cache
 from ..make_device import activations_of, make_device
 from ..model.form_kernels import kernels_of
 from ..model.model import MoeBlock, build_blocks, compute_dtype
@@ -80,13 +80,10 @@ class ShardEngine:
         try:
             kernels = kernels_of(self.cache.pool, settings, blocks)
             backend = _BatchBackend(self.activations, model.dtype)
+            shared = Shared(self.cache, backend, self._placer, check=settings.integrity_checks)
             self._layers += [
-                MoeLayer(
-                    i, self._experts, self.cache, backend, self._placer, kernels.of(block), block.post,
-                    check=settings.integrity_checks,
-                )
-                for i, block in enumerate(blocks)
-            ]  # fmt: skip
+                MoeLayer(i, self._experts, shared, kernels.of(block), block.post) for i, block in enumerate(blocks)
+            ]
             if settings.policy.preload == "all":
                 self.cache.core.preload(mine)
         except BaseException:
@@ -176,7 +173,7 @@ class ShardEngine:
 
     def stats(self) -> EngineStats:
         """The counters so far; the record is live."""
-        return self.cache.live_stats()
+        return self.sources.count_in(self.cache.live_stats())
 
     def close(self) -> None:
         """Close the sources, which ends the loader's waits, and the cache. Safe to call twice."""
@@ -287,7 +284,7 @@ def open_shard(
     try:
         shape = view.manifest.experts
         own = _keys_of(index, len(sources.weights), shape.num_experts, settings)
-        sources.pin(device, settings.copies, own, shape.num_experts)
+        host_experts(sources, view.manifest, settings, device, dtype, own)
         with dense_folder(view, stores, settings.store) as folder:
             blocks = build_blocks(folder, view.manifest, dtype, device.torch_device)
         manifest = view.manifest

@@ -267,47 +267,20 @@ def _unbounded() -> CheckpointError:
     )
 
 
-def next_tokens(
-    logits: torch.Tensor, rows: int, picks: Sequence[Pick | None], eos: Sequence[int], note: Note,
-    failed: Callable[[int, BaseException], None] | None = None, read: Read = to_host,
-) -> list[int]:  # fmt: skip
-    """One token for each of the first rows of logits [1, N, V]; see `Pick.token`. picks: of each row, or of none.
-
-    Args:
-        failed: called with a row that gets no token, and why; its place in the result means nothing. None: the first
-            failure of a pick is raised, and a row without a pick does not fail.
-        read: brings tensors of a GPU to the host.
-    """
-    tokens, largest = _argmax(logits, rows, read)
-    if failed is not None:
-        for i, score in enumerate(largest):
-            if not math.isfinite(score) and (i >= len(picks) or picks[i] is None):
-                failed(i, _unbounded())
-    for i, pick in enumerate(picks):
-        if pick is not None:
-            try:
-                tokens[i] = pick.token(logits[0, i].float(), eos, note)
-            except BaseException as error:  # a grammar's library may panic, which is no `Exception`
-                if failed is None:
-                    raise
-                failed(i, error)
-    return tokens
-
-
 def verified_tokens(
     logits: torch.Tensor, streams: Sequence[Stream | None], drafts: Sequence[Sequence[int]], eos: Sequence[int],
     note: Note, failed: Callable[[int, BaseException], None], read: Read = to_host,
 ) -> tuple[list[int], list[int]]:  # fmt: skip
-    """The next token of each request behind the drafts that it accepts, and how many these are.
+    """The next token of each request behind the drafts that it accepts, and how many these are; see `Pick.token`.
 
     A draft is accepted if it is the token that the request's parameters pick there, so the tokens are those of a run
     without drafts, also where they are sampled: a draw depends on the seed and on the token's number.
 
     Args:
-        logits: [1, N, V]; of each request the row of its last token, and one for each of its drafts.
-        drafts: of each request; they may be none.
+        logits: [1, N, V]; of each request the row of its last token, and one for each of its drafts; then others.
+        drafts: of each request; they may be none, of one or of all.
         failed: called with a request that gets no token, and why; its place in the result means nothing.
-        read: as of `next_tokens`.
+        read: brings tensors of a GPU to the host.
     """
     best, scores = _argmax(logits, len(drafts) + sum(map(len, drafts)), read)
     tokens, lengths, row = list[int](), list[int](), 0

@@ -29,16 +29,7 @@ from ..pinned_fetch import PinnedFetch
 from .drafts import Drafter, NoDrafts
 from .recorded import Recorded, Unrecorded
 from .repeat import Kept, Repeat
-from .sampling import (
-    PromptRows,
-    PromptScorer,
-    Read,
-    next_tokens,
-    pick_of,
-    prompt_rows,
-    to_host,
-    verified_tokens,
-)
+from .sampling import PromptRows, PromptScorer, Read, prompt_rows, to_host, verified_tokens
 from .streams import SequenceWatcher, Streams
 
 if TYPE_CHECKING:
@@ -120,7 +111,6 @@ class Batch:
         rejected: how many of its drafts each of them rejected.
         repeats: the next step may be of the same requests, with its inputs from `repeat`.
         tokens: that came of it, one for each of `states`, behind its accepted drafts.
-        greedy: the argmax of the scores suffices for every request, from now on.
     """
 
     requests: Sequence[Any]
@@ -134,7 +124,6 @@ class Batch:
     rejected: list[int] = field(default_factory=list)
     repeat: Repeat | None = None
     tokens: list[int] = field(default_factory=list)
-    greedy: bool = False
 
 
 class Steps:
@@ -322,19 +311,15 @@ class Steps:
         def failed(row: int, error: BaseException) -> None:
             self._failed[batch.states[row].request_id] = error
 
-        if batch.drafts:
-            asked = [self._streams.get(state.request_id) for state in batch.states]
-            tokens, lengths = verified_tokens(
-                logits, asked, batch.drafts, self._streams.eos, self._streams.note, failed, self._read
-            )
-            batch.rejected = [len(draft) - length for draft, length in zip(batch.drafts, lengths, strict=True)]
-            batch.drafts = [draft[:length] for draft, length in zip(batch.drafts, lengths, strict=True)]
-            return tokens
-        picks = [] if batch.greedy else [pick_of(self._streams.get(state.request_id)) for state in batch.states]
-        batch.greedy = batch.repeats and not any(picks)
-        # transformers asks for a row of every request, also of one whose prompt goes on
         streams = self._streams
-        return next_tokens(logits, len(batch.states), picks, streams.eos, streams.note, failed, self._read)
+        asked = [streams.get(state.request_id) for state in batch.states]
+        drafts = batch.drafts or [[] for _ in asked]
+        # transformers asks for a row of every request, also of one whose prompt goes on
+        tokens, lengths = verified_tokens(logits, asked, drafts, streams.eos, streams.note, failed, self._read)
+        if batch.drafts:
+            batch.rejected = [len(draft) - length for draft, length in zip(drafts, lengths, strict=True)]
+            batch.drafts = [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
+        return tokens
 
     def _replayed(self, batch: Batch) -> torch.Tensor | None:
         """The logits of a recorded step; None: the model is to run."""

@@ -4,28 +4,28 @@
     RandomRule    any resident expert; kind random
     DropRule      missing experts are left out; kind drop
 
-`buddies` has the ranking of buddies and its profile, `substitution` the options and the adaptive gate; the gates and
-Algorithm 1 are native (`kernels.substitute`).
+`buddies` has the ranking of buddies and its profile, `substitution` the options; the gates and Algorithm 1 are native
+(`core/rules.hpp`, `kernels/cpu/substitute.cpp`), tests/buddymoe_reference.py is the same in Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from ....kernels.substitute import replaceable, substitute
+from ...core import _core
 from ..registry import NotPrepared, PolicyContext, PolicyOptions, register
-from ..routing import Ids, MissOptions, Rerouted, RerouteView, Rerouting, Weights
+from ..routing import MissOptions, NativeRule, Rerouting
 from .buddies import BuddyOptions, ExpertProfile, OutputsMissing, alpha_schedule
-from .substitution import AdaptiveBeta, Buddies, SubstitutionOptions, missing_shares, reach
+from .substitution import AdaptiveBeta, Buddies, SubstitutionOptions
 
 _CALLS = 64  # of a layer that an adaptive beta remembers
-_DRAWS = 1 << 14  # random numbers that are drawn ahead, for native code to read
 _PROFILE = "make it with `tiermoe prepare MODEL --profile TEXT`"
 
 
@@ -63,13 +63,12 @@ class DropOptions(MissOptions):
 
     def gates(self, context: PolicyContext) -> dict[str, Any]:
         """The arguments of `MissRule` after its options."""
-        taus, betas = None if self.tau is None else (self.tau,) * context.layers, None
+        taus, adaptive = None if self.tau is None else (self.tau,) * context.layers, None
         if self.percentile is not None:
             taus = profile_of(context).taus(self.percentile, self.temperature)
         if self.link_ms is not None:
-            calls = _CALLS * context.gpus
-            betas = [AdaptiveBeta(context.expert_bytes, self.link_ms * 1e-3, calls) for _ in range(context.layers)]
-        return {"taus": taus, "beta": self.beta, "betas": betas}
+            adaptive = AdaptiveBeta(context.expert_bytes, self.link_ms * 1e-3, _CALLS * context.gpus)
+        return {"taus": taus, "beta": self.beta, "adaptive": adaptive}
 
     def substitution(self, context: PolicyContext) -> SubstitutionOptions:
         """The options of Algorithm 1; defaults for those that a kind lacks."""
@@ -154,7 +153,7 @@ def profile_of(context: PolicyContext) -> ExpertProfile:
 
 
 @register("on_miss", "substitute")
-class MissRule(Rerouting):
+class MissRule(NativeRule):
     """Algorithm 1 with its gates in order (BuddyMoE, section 3.1), on missing experts; those in flight count as
     resident.
 
@@ -171,106 +170,37 @@ class MissRule(Rerouting):
     shard loads a buddy that it has evicted since, which changes no result.
 
     State: whether each layer's slots on the lead were ever all in use since the cache was empty, and the adaptive
-    betas. Cost: O(E) without misses, else that of `substitute`.
+    betas. Cost: O(K) without misses, else O(E + T K H), and of an adaptive beta O(window log window).
 
     Args:
-        buddies: of each layer. options: of all layers.
+        buddies: of each layer, at least one. options: of all layers.
         taus: of each layer; None: no entropy gate.
-        beta: fixed; None: no distribution gate, unless adaptive `betas`, one of each layer, are given.
+        beta: fixed; None: no distribution gate, unless it is `adaptive`.
+        draw: gives so many random numbers in place of the router's probabilities; None: those are read.
     """
 
     Options: ClassVar[type[PolicyOptions]] = SubstituteOptions
     name: ClassVar[str] = "substituting"
     traced: ClassVar[bool] = True
+    handle: _core.MissRule
 
     @classmethod
     def make(cls, options: Any, context: PolicyContext) -> Rerouting:
         return cls(options.buddies(context), options.substitution(context), **options.gates(context))
 
     def __init__(
-        self,
-        buddies: Sequence[Buddies],
-        options: SubstitutionOptions,
-        taus: Sequence[float] | None = None,
-        beta: float | None = None,
-        betas: Sequence[AdaptiveBeta] | None = None,
-    ) -> None:
-        for each in (taus, betas):
-            if each is not None and len(each) != len(buddies):
-                raise ValueError(f"{len(each)} thresholds for {len(buddies)} layers")
+        self, buddies: Sequence[Buddies], options: SubstitutionOptions, taus: Sequence[float] | None = None,
+        beta: float | None = None, adaptive: AdaptiveBeta | None = None,
+        draw: Callable[[int], NDArray[np.float32]] | None = None,
+    ) -> None:  # fmt: skip
         if beta is not None and not 0 <= beta <= 1:
             raise ValueError(f"beta is a share, not {beta}")
-        self._buddies, self.options, self._taus, self._beta, self._betas = buddies, options, taus, beta, betas
-        self._full, self._emptied = np.zeros(len(buddies), np.bool_), np.zeros(1, np.int64)
-        self.needs_probabilities = options.needs_probabilities
-
-    def reroute(
-        self, layer: int, ids: Ids, weights: Weights, probabilities: NDArray[np.floating] | None, view: RerouteView
-    ) -> Rerouted:
-        here, shard_of = view.available, view.shard_of
-        if view.emptied != self._emptied[0]:  # nothing was resident since: all layers fill again
-            self._emptied[0], self._full[:] = view.emptied, False
-        if not self._full[layer]:
-            self._full[layer] = view.vacant == 0
-            if view.vacant and shard_of is None:
-                return Rerouted(ids, weights)
-        filling = self._filling(layer, view)
-        if here[ids].all():
-            if self._betas is not None:
-                self._saw(layer, [(0.0, 0)] * len(filling), filling)
-            return Rerouted(ids, weights)
-        ids, weights = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(weights, np.float32)
-        replace = replaceable(ids, here, self._threshold(layer, ids, view, filling), shard_of)
-        if shard_of is not None:
-            replace &= ~filling[shard_of]
-        if not replace.any():
-            return Rerouted(ids, weights)
-        found = substitute(
-            ids, weights, self._compatibility(ids, probabilities, len(here)),
-            replace, reach(here, self.options.kappa, None if shard_of is None else shard_of > 0), self._buddies[layer],
-            self.options, None if self._taus is None else self._taus[layer],
-        )  # fmt: skip
-        return Rerouted(found.ids, found.weights, found.substituted, found.dropped)
-
-    def native(self, layer: int) -> Replacement | None:
-        """None: beta adapts."""
-        if self._betas is not None:
-            return None
-        tau = None if self._taus is None else self._taus[layer]
-        return Replacement(self._buddies[layer], self.options, tau, self._beta, self._full, self._emptied)
+        lists = [(of.ids, of.similarity) for of in buddies]
+        super().__init__(_core.MissRule(len(lists[0][0]), lists, options.numbers, taus, beta, adaptive, draw))
+        self.needs_probabilities = options.needs_probabilities and draw is None
 
     def measured(self, link_bytes_per_s: float) -> None:
-        """Measured link speed, for adaptive betas."""
-        for beta in self._betas or ():
-            beta.link_bytes_per_s = link_bytes_per_s
-
-    def _filling(self, layer: int, view: RerouteView) -> NDArray[np.bool_]:
-        """Which shards' slots for the layer were never all in use [G]."""
-        if view.filling is None:
-            return ~self._full[layer : layer + 1]
-        filling = view.filling.copy()
-        filling[0] = not self._full[layer]
-        return filling
-
-    def _threshold(self, layer: int, ids: Ids, view: RerouteView, filling: NDArray[np.bool_]) -> float | None:
-        if self._betas is None:
-            return self._beta
-        beta = self._betas[layer].beta()
-        self._saw(layer, missing_shares(ids, view.available, view.shard_of, len(filling)), filling)
-        return beta
-
-    def _saw(self, layer: int, shares: Sequence[tuple[float, int]], filling: NDArray[np.bool_]) -> None:
-        """Record in the layer's adaptive beta what each shard misses, except shards whose cache still fills."""
-        assert self._betas is not None  # the caller looked
-        for (delta, missing), fills in zip(shares, filling, strict=True):
-            if not fills:
-                self._betas[layer].saw(delta, missing)
-
-    def _compatibility(
-        self, ids: Ids, probabilities: NDArray[np.floating] | None, experts: int
-    ) -> NDArray[np.float32] | None:
-        """z-hat of equation 3 [T, E]."""
-        return None if probabilities is None else np.ascontiguousarray(probabilities, np.float32)
+        self.handle.link_bytes_per_s = link_bytes_per_s
 
 
 @register("on_miss", "random")
@@ -301,25 +231,8 @@ class RandomRule(MissRule):
             rho=options.rho, temperature=options.temperature, gamma=options.gamma, eta=1.0, reuse=options.reuse,
             fallback=options.fallback, renormalise=options.renormalise,
         )  # fmt: skip
-        super().__init__([everyone] * layers, drawing, **gates)
-        self.needs_probabilities = False
-        self._generator = np.random.default_rng(seed)
-        self._draws, self._next = self._generator.random(_DRAWS, np.float32), np.zeros(1, np.int64)
-
-    def native(self, layer: int) -> Replacement | None:
-        found = super().native(layer)
-        return None if found is None else found._replace(draws=self._draws, next=self._next)
-
-    def _compatibility(
-        self, ids: Ids, probabilities: NDArray[np.floating] | None, experts: int
-    ) -> NDArray[np.float32] | None:
-        wanted, begin = len(ids) * experts, int(self._next[0])
-        found = self._draws[begin : begin + wanted]
-        self._next[0] += wanted
-        if len(found) < wanted:  # in the order in which they were drawn, however many at a time
-            found = np.concatenate((found, self._generator.random(wanted - len(found), np.float32)))
-            self._draws[:], self._next[0] = self._generator.random(_DRAWS, np.float32), 0
-        return found.reshape(len(ids), experts)
+        draw = partial(np.random.default_rng(seed).random, dtype=np.float32)
+        super().__init__([everyone] * layers, drawing, **gates, draw=draw)
 
 
 @register("on_miss", "drop")
@@ -332,23 +245,6 @@ class DropRule(MissRule):
     def make(cls, options: Any, context: PolicyContext) -> Rerouting:
         dropping = replace(options.substitution(context), fallback="drop")
         return cls(no_buddies(context.layers, context.experts), dropping, **options.gates(context))
-
-
-class Replacement(NamedTuple):
-    """`MissRule` of a layer on one GPU for native code, with the arrays of the rule's state.
-
-    tau, beta: None: no gate. full [L] bool, emptied [1] int64: the rule's state. draws [n] float32 and next [1] int64,
-    the first that was not read: in the place of the router's probabilities; None: those are read, if the options ask.
-    """
-
-    buddies: Buddies
-    options: SubstitutionOptions
-    tau: float | None
-    beta: float | None
-    full: NDArray[np.bool_]
-    emptied: NDArray[np.int64]
-    draws: NDArray[np.float32] | None = None
-    next: NDArray[np.int64] | None = None
 
 
 def no_buddies(layers: int, experts: int) -> list[Buddies]:

@@ -1,78 +1,43 @@
-"""Buddy expert substitution (BuddyMoE, section 3.1): its options, the buddy lists, the score's last factor, and beta.
+"""Buddy expert substitution (BuddyMoE, section 3.1): its options, the buddy lists, and beta.
 
-Algorithm 1 and the gates are native (`kernels.substitute`).
+For each token whose gates permit it, slot by slot in the router's order: a missing expert that the distribution gate
+lets go is replaced by the buddy of greatest score
+
+    Psi(j) = q(j|i) (1 + eta z-hat_j) max(0, 1 - kappa hop_j) reuse^(uses of j by the token)
+
+until rho of them are; an expert that the router picked is never a buddy of the same token. One without a buddy of
+positive score is loaded, or dropped: it gets weight 0 and the expert of the token's first remaining pair. A token that
+would drop all its experts keeps the first.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def missing_shares(
-    ids: NDArray[np.int64], resident: NDArray[np.bool_], shard_of: NDArray[np.int64] | None = None, shards: int = 1
-) -> list[tuple[float, int]]:
-    """delta of equation 2 and the number of distinct missing experts of each shard [G]; (0, 0) without a request."""
-    requested, found = np.unique(ids), []
-    for shard in range(shards):
-        own = requested if shard_of is None else requested[shard_of[requested] == shard]
-        absent = int((~resident[own]).sum())
-        found.append((absent / len(own) if len(own) else 0.0, absent))
-    return found
-
-
-@dataclass
-class AdaptiveBeta:
+class AdaptiveBeta(NamedTuple):
     """beta from a transfer budget (section 3.1): the least with n-cpu(l) * w <= B over the last calls of a layer.
 
     A call with delta >= beta loads its n missing experts, another none. So a beta costs w times the mean of n over the
     remembered calls with delta >= beta. With bandwidth to spare beta is 0, and nothing is replaced. Of several shards,
     whose links are assumed to be as fast as the lead's, each counts as a call of its own.
 
-    State: (delta, n) of the last `window` calls. Cost: O(window log window) per `beta()`.
-
-    Args:
-        expert_bytes: w. budget_s: seconds of link for a call's loads. window: remembered calls.
-        link_bytes_per_s: current measured bandwidth; B is that times `budget_s`.
+    expert_bytes: w. budget_s: seconds of link for a call's loads; B is that times the measured bandwidth.
+    window: remembered calls of a layer.
     """
 
     expert_bytes: int
     budget_s: float
     window: int = 64
-    link_bytes_per_s: float = 0.0
-    _calls: deque[tuple[float, int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.expert_bytes < 1 or self.budget_s < 0 or self.window < 1:
-            raise ValueError("experts have bytes, the budget is not negative, and the window holds a call")
-        self._calls = deque(maxlen=self.window)
-
-    def saw(self, delta: float, missing: int) -> None:
-        """Record a call: share and number of missing experts, before replacement."""
-        self._calls.append((delta, missing))
-
-    def beta(self) -> float:
-        """For the next call; over 1 (replace always) where even a call whose experts all miss exceeds the budget."""
-        allowed = self.budget_s * self.link_bytes_per_s * len(self._calls)
-        cost, least = 0.0, math.nextafter(1.0, 2.0)
-        missing_at: dict[float, int] = {}
-        for delta, missing in self._calls:
-            missing_at[delta] = missing_at.get(delta, 0) + missing
-        for delta in sorted(missing_at, reverse=True):
-            cost += missing_at[delta] * self.expert_bytes
-            if cost > allowed:
-                return least
-            least = delta
-        return 0.0
 
 
-Floats = NDArray[np.float32]
-Mask = NDArray[np.bool_]
+# rho, search, gamma, temperature, kappa, eta, reuse, drop, by_buddy, renormalise
+Numbers = tuple[int | None, int | None, float | None, float, float, float, float, bool, bool, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +87,14 @@ class SubstitutionOptions:
         """Whether the router's probabilities of all experts are needed."""
         return self.eta > 0 or self.weights == "buddy"
 
+    @property
+    def numbers(self) -> Numbers:
+        """For `_core.MissRule`."""
+        return (
+            self.rho, self.search, self.gamma, self.temperature, self.kappa, self.eta, self.reuse,
+            self.fallback == "drop", self.weights == "buddy", self.renormalise,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Buddies:
@@ -134,7 +107,7 @@ class Buddies:
     """
 
     ids: NDArray[np.int32]
-    similarity: Floats
+    similarity: NDArray[np.float32]
 
     def __post_init__(self) -> None:
         ids, similarity = self.ids, self.similarity
@@ -148,16 +121,3 @@ class Buddies:
             raise ValueError(f"a buddy is one of the layer's {len(ids)} experts")
         if not np.isfinite(similarity).all() or similarity.min() < 0:
             raise ValueError("similarities are finite and not negative")
-
-
-def reach(resident: Mask, kappa: float, hop: NDArray[np.integer] | Mask | None = None) -> Floats:
-    """The last factor of equation 3 [E]: max(0, 1 - kappa * hop); 0 for an expert that is not resident.
-
-    Args:
-        resident: on the shard that computes it [E].
-        hop: from the lead, where the rows are, to that shard: 0 for the lead, else 1 [E]; None: there is one shard.
-    """
-    if hop is None:
-        return resident.astype(np.float32)
-    factor = np.maximum(1.0 - kappa * hop, 0.0)
-    return np.where(resident, factor, 0.0).astype(np.float32)

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from ....kernels.importance import expect_map
 from ...core import _core
 from ..eviction import CacheOrder, EvictionPolicy, Lfu, LfuDecay, NativeOrder, decay_growth
 from ..prefetch import LayerSeen, PrefetchOptions, PrefetchPolicy, Span, Wanted, WantedKeys
@@ -90,7 +89,7 @@ class ExpertMapEviction(NativeOrder):
     ) -> None:
         """`expect` of a map's experts by their priorities, `now` layers seen."""
         if self._told:
-            expect_map(self.probabilities, keys, priorities, now, experts, self.told)
+            _core.expect_map(self.probabilities, keys, priorities, now, experts, self.told)
         else:
             self.expect(keys, probability_of(priorities, keys // experts, now))
 

@@ -85,5 +85,5 @@ class SpeculativePrefetch(LayeredPrefetch):
         keys, scores = seen.rank.by_score(self.predicted, self.top, (seen.layer + 1) % self._layers * self._experts)
         return WantedKeys([keys], scores)
 
-    def native(self, layer: int) -> NativeScores:
+    def native(self) -> NativeScores:
         return NativeScores(self.top, votes=False)

@@ -21,7 +21,6 @@ from rich.progress import Progress
 
 from ....errors import ConfigError
 from ...commands import Group
-from ...report.files import check_writable, writing
 from ...report.tables import show
 from ..ending import signalled
 from ..options import as_command
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 PageOut = Annotated[
     Path | None, typer.Option(help="FILE.json: write the object; a folder: write page, data and plots.")
 ]
-_Html = Annotated[Path | None, typer.Option(help="Write the HTML page of `tiermoe report` to this file.")]
 
 
 class _Group(Group):
@@ -84,30 +82,27 @@ def experiment_command(name: str, define: Callable[..., Experiment], needs_model
     """
 
     def run(
-        out: Path | None, html: Path | None, as_json: bool, check: bool, address: str | None, model: str | None = None,
+        out: Path | None, as_json: bool, check: bool, address: str | None, model: str | None = None,
         config: str | None = None, **given: Any,
     ) -> None:  # fmt: skip
-        _run(define(**given), model, config, out, html, as_json, check, address)
+        _run(define(**given), model, config, out, as_json, check, address)
 
     hints = typing.get_type_hints(define, include_extras=True)
     own = {key: (hints[key], parameter.default) for key, parameter in inspect.signature(define).parameters.items()}
     common: dict[str, Any] = {"model": (Model, None), "config": (Config, None)} if needs_model else {}
-    common |= {"out": (PageOut, None), "html": (_Html, None), "as_json": (Json, False), "check": (Check, False),
-               "address": (Address, None)}  # fmt: skip
+    common |= {"out": (PageOut, None), "as_json": (Json, False), "check": (Check, False), "address": (Address, None)}
     return as_command(run, name, define.__doc__, own | common)
 
 
 def _run(
-    experiment: Experiment, model: str | None, config: str | None, out: Path | None, html: Path | None, as_json: bool,
-    check: bool, address: str | None,
+    experiment: Experiment, model: str | None, config: str | None, out: Path | None, as_json: bool, check: bool,
+    address: str | None,
 ) -> None:  # fmt: skip
     from .run import run_experiment
 
     say_overridden(config, experiment.own_keys)
     experiment = experiment.of_model(model)
     file, folder = file_or_folder(out)
-    if html is not None:
-        check_writable(html, "--html")
     result = file if folder is None else folder / f"{experiment.stem}.json"
     discard: list[Callable[[], None]] = []
 
@@ -127,8 +122,6 @@ def _run(
             from .page import write_folder
 
             write_folder(experiment, report.as_dict(), folder)
-        if html is not None:
-            _write_html(html, report, experiment.title)
         discard[0]()
 
     with _resumable(result):
@@ -149,16 +142,6 @@ def _resumable(result: Path | None) -> Iterator[None]:
         if (code := signalled()) is not None:
             sys.exit(code)  # Ray's client makes another one of SIGTERM
         raise
-
-
-def _write_html(html: Path, report: Report, title: str) -> None:
-    """The page of `tiermoe report`. Raises ConfigError: it cannot be written."""
-    from ...report.page import report_page
-    from ...report.results import measurements
-
-    page = report_page(measurements(report.as_dict(), "this run"), title)
-    with writing(html, "give another path"):
-        html.write_text(page, encoding="utf-8")
 
 
 @contextmanager

@@ -57,8 +57,7 @@ class Options(BaseModel):
 class Serve(Options):
     """What a server answers under load: rates, TTFT, TPOT, and what each process of the cluster did meanwhile.
 
-    Of a deployment that is placed (--config) or runs (--attach), or of any server (--url); without them, of `tiermoe
-    serve` beside `transformers serve` on this machine.
+    Of a deployment that is placed (--config; default: on this machine) or runs (--attach), or of any server (--url).
     """
 
     measure = "serve.serve"
@@ -94,15 +93,12 @@ class Serve(Options):
     slo_ttft_ms: float | None = Field(None, ge=0, description="Goodput: most milliseconds to the first token.")
     slo_tpot_ms: float | None = Field(None, ge=0, description="Goodput: most milliseconds of each further token.")
     model: Model = None
-    budget: tuple[str, ...] = Field(
-        (), description="Device memory for experts; with --config over the file's; else 0.25 and 0.5, of which the "
-        "bars judge the first and the last; may be repeated.",
-    )  # fmt: skip
-    store: str | None = Field(None, description="Folder of the expert store; with --config over the file's.")
-    policy: str | None = Field(None, description="Policy; with --config over the file's; else next-gate.")
-    threads: int | None = Field(None, ge=1, description="Compute threads; with --config over the file's; else 1.")
+    budget: str | None = Field(None, description="Device memory for experts; over that of --config.")
+    store: str | None = Field(None, description="Folder of the expert store; over that of --config.")
+    policy: str | None = Field(None, description="Policy; over that of --config.")
+    threads: int | None = Field(None, ge=1, description="Compute threads; over those of --config.")
     link_gbps: float | None = Field(
-        None, ge=0.001, description="Emulated link, 1e9 bytes per second; with --config over the file's; else 16."
+        None, ge=0.001, description="Emulated link, 1e9 bytes per second; over that of --config."
     )
 
     def write_page(self, page: Path, report: Report) -> None:
@@ -128,9 +124,6 @@ class Serve(Options):
                     "give its --url or --attach"),
             Refusal(bool(runs and of_runtime), f"{''.join(of_runtime[:1])} belongs to a runtime that is started, and "
                     f"that of {''.join(runs)} runs already", "leave it out, or give --config"),
-            Refusal(not targets and self.store is not None, "--store is given without --config",
-                    "give --config, or leave it out"),
-            Refusal(bool(targets) and len(self.budget) > 1, "--budget is given twice for one runtime", "give one"),
         ))  # fmt: skip
 
 

@@ -72,10 +72,10 @@ def variants(*given: str | Variant) -> tuple[Variant, ...]:
     return tuple(Variant(one) if isinstance(one, str) else one for one in given)
 
 
-def chosen_policies(text: str, option: str = "policies") -> tuple[Variant, ...]:
-    """The policies of an option, each as it is. Raises ConfigError as `budgets`."""
+def chosen_policies(text: str) -> tuple[Variant, ...]:
+    """The policies of `--policies`, each as it is. Raises ConfigError as `budgets`."""
     found = variants(*parts(text))
-    require_each_once(option, [variant.name for variant in found])
+    require_each_once("policies", [variant.name for variant in found])
     for variant in found:
         variant.policy()
     return found

@@ -126,8 +126,7 @@ def run_experiment(
     Args:
         model, file: checkpoint and configuration, except for the experiment's own keys. A name of `MODELS` is a random
             model: it is made, gets prompts of the default model's text, and its tokens are sampled.
-        out: the result's file: it places the journal, and an earlier one has the sections that are not run now.
-            None: no journal.
+        out: the result's file, which places the journal; None: no journal.
         cells: where engine cells run; None: in this process, in turn. start, score: see `measure_cell`.
 
     Returns:
@@ -151,8 +150,6 @@ def run_experiment(
         _refuse(study)
         study.journal = journal = Journal(out, _fingerprint(study))
         study.settings = _settings(study) | {"load_average": load_average}
-        if experiment.parts and (absent := [s for s in experiment.sections if s not in experiment.running]):
-            take_earlier(study, out, [section.name for section in absent])
         links = _links(study)
         files = _predictor_files(study) if experiment.needs_model else {}
         for section in experiment.running:
@@ -281,8 +278,7 @@ def _links(study: Study) -> list[LinkAt]:
             header = study.recorded(context).header
             return {"machine": load_machine(header, None, None, None).model_dump(), "shape": shape_of(header)}
 
-        if "machine" not in study.settings:  # an earlier result has one
-            study.settings |= study.journal.step("machine", machine)
+        study.settings |= study.journal.step("machine", machine)
         found = Calibration.of_machine(
             study.settings["shape"], Machine(**study.settings["machine"]), base.link.latency_us
         )
@@ -319,45 +315,6 @@ def _predictor_files(study: Study) -> dict[str, bytes]:
         return files
 
     return {name: bytes.fromhex(content) for name, content in study.journal.step("predictors", train).items()}
-
-
-def take_earlier(study: Study, file: Path | None, sections: Sequence[str]) -> None:
-    """Take the rows of these sections, and the machine of their recorded trace, from an earlier result.
-
-    Sections on synthetic routing state all that they depend on; of others the run must have had the same.
-
-    Raises:
-        ConfigError: there is no such result, it cannot be read, or it is of another model, machine or size.
-    """
-    name = study.experiment.name
-    remedy = "leave --parts out, or give what that run had"
-    if not any(s.executor == "simulated" for s in study.experiment.sections if s.name in sections):
-        return  # the running sections are independent of them
-    if file is None:
-        given = ",".join(study.experiment.parts)
-        raise ConfigError(f"--parts {given} needs rows from an earlier run", "pass the --out of that run")
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        rows = [row for row in measured_rows(record["rows"]) if row["section"] in sections]
-        then = record["settings"] | {"hardware": record["hardware"]["model"]}
-        if record["name"] != name or {row["section"] for row in rows} != set(sections):
-            raise ValueError(f"it lacks rows of {', '.join(sections)}")
-        if not any(s.needs_model for s in study.experiment.sections if s.name in sections):
-            study.rows += rows
-            return
-        before = {key: then[key] for key in ("machine", "shape", "model", "workload", "grid", "hardware")}
-        Machine(**before["machine"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"'{file}' holds no result of `tiermoe bench {name}`: {error}", remedy) from error
-    now = rounded(study.settings) | {"hardware": cpu()["model"]}
-    changed = [key for key in ("model", "hardware") if before[key] != now[key]]
-    for part in ("workload", "grid"):
-        changed += [k for k, v in now[part].items() if before[part].get(k) != v and k not in ("repeats", "prompts")]
-    if changed:
-        raise ConfigError(f"'{file}' is of a run with another {', '.join(changed)}", remedy)
-    study.rows += rows
-    origin = then.get("earlier", {"versions": record["versions"]})  # where that run itself took the rows
-    study.settings |= {"machine": before["machine"], "shape": before["shape"], "earlier": origin}
 
 
 def _cells(study: Study, section: Served, links: Sequence[LinkAt], files: Mapping[str, bytes]) -> Iterator[Cell]:

@@ -1,6 +1,6 @@
-"""`tiermoe bench serve`: the same load on one server or on several, and what came of it.
+"""`tiermoe bench serve`: loads on a server, and what came of them.
 
-    targets (`targets.py`, `own_servers.py`)  x  loads (`load.py`)  x  repetitions, in turn  ->  rows, timeline, page
+    a target (`targets.py`), loads (`load.py`) x repetitions, in turn  ->  rows, timeline, page
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 
 from ....errors import RequestError, RuntimeFailure
 from ...prompt import load_tokenizer
 from ...report.results import percentiles, refused_row
-from ...report.tables import show
 from ..local_worker import run_config
 from ..options import checked_config
 from .cases import Serve
@@ -40,15 +38,12 @@ from .load import (
     read_conversations,
     read_schedule,
 )
-from .metrics import Bar, Report, Spread, advancing, interval95, median_ratio, rounded
-from .own_servers import INSTALL, LATENCY_US, PEER, has_peer, tiermoe_serve, transformers_serve
+from .metrics import Report, advancing, interval95, rounded
 from .serving import heldout_texts
 from .targets import Target, at_url, attached_to, placed
 from .timeline import Timeline
 
-GAIN, SHARE = 3.0, 0.6  # bars
 _STREAMS = (1, 4, 8, 16)  # where none are given
-_OWN = {"budget": ("0.25", "0.5"), "policy": "next-gate", "threads": 1, "link_gbps": 16.0}  # as well, of own servers
 _OF_CLIENT, _OF_OPEN_LOOP = 2, 30  # requests, where no number is given
 _LOOK_S = 1.0
 _STOP_S = 10.0
@@ -100,50 +95,31 @@ class Cell:
 
 
 def serve(options: Serve, progress: Progress | None) -> Report:
-    """Rates, TTFT, TPOT and end-to-end times of streamed greedy requests, by server and load.
+    """Rates, TTFT, TPOT and end-to-end times of streamed greedy requests, by load.
 
-    A repetition has prompts of its own, the same for all servers. Figures are means over the repetitions with 95%
-    intervals; percentiles are over the requests of a repetition. A request, worker or node that is lost is part of the
-    result; a load of which no request was answered is a refusal (exit code 1).
-
-    Own servers are processes with the same threads, idle while another is measured; transformers has all experts
-    resident. Their bars, where these numbers of clients are measured: tokens per second of 8 clients over one's >= 3 at
-    the first budget; of the last budget over transformers' >= 0.6 at 8 clients (medians of the repetitions' ratios).
-    Where `transformers serve` lacks packages, it is not measured, and there is no bar on it.
+    A repetition has prompts of its own. Figures are means over the repetitions with 95% intervals; percentiles are over
+    the requests of a repetition. A request, worker or node that is lost is part of the result; a load of which no
+    request was answered is a refusal (exit code 1).
 
     Raises:
         TierMoeError: options or files are refused, or a server did not start.
     """
     options.check()
-    absent, limits = list[str](), Limits(options.slo_ttft_ms, options.slo_tpot_ms)
-    own = options.config is None and options.attach is None and options.url is None
     given = None if options.prompts is None else read_conversations(options.prompts)
     schedule_s = () if options.schedule is None else read_schedule(options.schedule)
     loads_of(options, given or (Conversation("made once there is a tokenizer"),), schedule_s, None)  # refuses early
-    with ExitStack() as stack:
-        if own:
-            options = options.model_copy(update={n: v for n, v in _OWN.items() if getattr(options, n) in (None, ())})
-            absent = [] if has_peer() else [f"transformers serve, which lacks packages: {INSTALL}"]
-            show(Console(stderr=True), *(f"not measured: {peer}" for peer in absent))  # it takes minutes
-            targets = [stack.enter_context(server) for server in _own_servers(options, bool(absent))]
-        else:
-            targets = [stack.enter_context(_target(options))]
-        loads = loads_of(options, given, schedule_s, targets[0].tokenizer)
-        timeline = Timeline(targets[0].deployment)
-        cells = measured(targets, loads, options.repeats, timeline, progress)
-    report = report_of(options, cells, limits, timeline)
-    report.not_measured = absent
-    if own:
-        report.settings["latency_us"] = LATENCY_US
-        report.bars = list(_bars(cells, limits))
-    return report
+    with _target(options) as target:
+        loads = loads_of(options, given, schedule_s, target.tokenizer)
+        timeline = Timeline(target.deployment)
+        cells = measured(target, loads, options.repeats, timeline, progress)
+    return report_of(options, cells, timeline)
 
 
-def report_of(options: Serve, cells: Sequence[Cell], limits: Limits, timeline: Timeline) -> Report:
+def report_of(options: Serve, cells: Sequence[Cell], timeline: Timeline) -> Report:
     """The report of measured cells; `as_dict` has every request, and what every process did each second."""
-    executors = dict.fromkeys(cell.target.executor for cell in cells)
-    fixed = {"model": Path(cells[0].target.model).name, "prompts_repeat": _repeats(cells)}
-    report = Report("serve", ", ".join(executors), settings=options.settings(**fixed), shown=_SHOWN)
+    target, limits = cells[0].target, Limits(options.slo_ttft_ms, options.slo_tpot_ms)
+    fixed = {"model": Path(target.model).name, "prompts_repeat": _repeats(cells)}
+    report = Report("serve", target.executor, settings=options.settings(**fixed), shown=_SHOWN)
     rows = [cell.row(limits) for cell in cells]
     report.rows = rounded([row for row in rows if "refused" not in row])
     report.refused = [row for row in rows if "refused" in row]
@@ -151,7 +127,7 @@ def report_of(options: Serve, cells: Sequence[Cell], limits: Limits, timeline: T
     report.settings["streams"] = [load.clients for load in loads if load.clients]
     report.shown = tuple(name for name in _SHOWN if any(name in row for row in report.rows))
     report.figures = rounded({
-        "plan": dict(cells[0].target.plan), **timeline.as_dict(), "clients": _clients(cells, timeline.begun_s),
+        "plan": dict(target.plan), **timeline.as_dict(), "clients": _clients(cells, timeline.begun_s),
         "all_requests": [_request(cell, number, one, timeline.begun_s) for cell in cells
                          for number, repetition in enumerate(cell.repetitions) for one in repetition],
     })  # fmt: skip
@@ -159,24 +135,23 @@ def report_of(options: Serve, cells: Sequence[Cell], limits: Limits, timeline: T
 
 
 def measured(
-    targets: Sequence[Target], loads: Sequence[Load], repeats: int, timeline: Timeline, progress: Progress | None = None
+    target: Target, loads: Sequence[Load], repeats: int, timeline: Timeline, progress: Progress | None = None
 ) -> list[Cell]:
-    """Every load on every target, in turn; a target that has ended is asked no more.
+    """Every load, in turn; a target that has ended is asked no more.
 
     Args:
-        timeline: looked at each second, as the targets are.
+        timeline: looked at each second, as the target is.
     """
-    cells = [Cell(target, load) for load in loads for target in targets]
-    advance, ended = advancing(progress, "repetitions", repeats * len(cells)), dict[str, str]()
+    cells, ended = [Cell(target, load) for load in loads], None
+    advance = advancing(progress, "repetitions", repeats * len(cells))
     for repetition in range(repeats):
         for cell in cells:
-            cell.ended = ended.get(cell.target.name)
-            if cell.ended is None:
-                requests, cell.ended = _driven(cell.target, cell.load, repetition, timeline)
+            if ended is None:
+                requests, ended = _driven(target, cell.load, repetition, timeline)
                 cell.repetitions.append(requests)
-                if cell.ended is not None:
-                    ended[cell.target.name] = cell.ended
-                    timeline.note(cell.target.name, cell.ended)
+                if ended is not None:
+                    timeline.note(target.name, ended)
+            cell.ended = ended
             advance()
     return cells
 
@@ -248,18 +223,9 @@ def _target(options: Serve) -> Any:
     if options.attach is not None:
         return attached_to(options.attach, options.deployment, options.model)
     over = {"model": options.model, "policy": options.policy, "threads": options.threads, "store": options.store,
-            "budget": next(iter(options.budget), None),
+            "budget": options.budget,
             "link": None if options.link_gbps is None else {"gbps": options.link_gbps}}  # fmt: skip
     return placed(checked_config(options.config, {name: value for name, value in over.items() if value is not None}))
-
-
-def _own_servers(options: Serve, alone: bool) -> Iterator[Any]:
-    """Context managers of `tiermoe serve` at each budget and, unless `alone`, of `transformers serve`."""
-    folder = run_config(options.model).model_dir
-    for budget in options.budget:
-        yield tiermoe_serve(options, folder, budget)
-    if not alone:
-        yield transformers_serve(options, folder)
 
 
 def loads_of(
@@ -299,8 +265,8 @@ def loads_of(
 
 
 def _repeats(cells: Sequence[Cell]) -> bool:
-    """Whether a server was asked the same twice, so that it may have had it in its cache."""
-    asked = sum(len(cell.repetitions) * cell.load.requests for cell in cells if cell.target is cells[0].target)
+    """Whether the server was asked the same twice, so that it may have had it in its cache."""
+    asked = sum(len(cell.repetitions) * cell.load.requests for cell in cells)
     return asked > len(cells[0].load.pool)
 
 
@@ -337,15 +303,3 @@ def _clients(cells: Sequence[Cell], begun_s: float) -> list[dict[str, Any]]:
             if one.error is not None:
                 at(cell, end_s)["failed"] += 1
     return [{"server": server, "t_s": second} | row for (server, second), row in sorted(found.items())]
-
-
-def _bars(cells: Sequence[Cell], limits: Limits) -> Iterator[Bar]:
-    rates = {(cell.target.name, cell.load.clients): Spread.of(found) for cell in cells
-             if (found := cell.values(limits).get("tokens_per_s"))}  # fmt: skip
-    ours = [cell.target.name for cell in cells if cell.target.name != PEER]
-    first, last = ours[0], ours[-1]
-    if {(first, 1), (first, 8)} <= rates.keys():
-        gain = median_ratio(rates[first, 8], rates[first, 1])
-        yield Bar(f"{first}: tokens/s of 8 streams over one", gain, ">=", GAIN)
-    if {(PEER, 8), (last, 8)} <= rates.keys():
-        yield Bar(f"{last} over {PEER}, 8 streams", median_ratio(rates[last, 8], rates[PEER, 8]), ">=", SHARE)

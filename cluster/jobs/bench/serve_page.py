@@ -76,13 +76,13 @@ def _rows(record: Record) -> list[dict[str, Any]]:
     return [row for row in record["rows"] if "refused" not in row]
 
 
-def _ranged(row: Row, name: str, digits: int = 4) -> str:
+def _ranged(row: Row, name: str) -> str:
     """A mean with its 95% interval."""
     if row.get(name) is None:
         return "-"
     low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
-    shown = f"{row[name]:.{digits}g}"
-    return shown if low is None or high is None else f"{shown} ({low:.{digits}g} to {high:.{digits}g})"
+    shown = f"{row[name]:.4g}"
+    return shown if low is None or high is None else f"{shown} ({low:.4g} to {high:.4g})"
 
 
 def _load(record: Record) -> list[str]:

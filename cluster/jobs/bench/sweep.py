@@ -247,10 +247,10 @@ def visited(config: RunConfig, loads: Sequence[Serve], repetition: int) -> Itera
             (load,) = loads_of(options, given, schedule_s, target.tokenizer)
             if load.warmup:  # before its own counters are read
                 warm = replace(load, first=options.repeats * load.requests, requests=load.warmup, warmup=0)
-                measured([target], [warm], 1, Timeline(None))
+                measured(target, [warm], 1, Timeline(None))
             own = replace(load, first=repetition * load.requests, warmup=0)
             timeline, before = Timeline(target.deployment), samples(target.deployment)
-            (cell,) = measured([target], [own], 1, timeline)
+            (cell,) = measured(target, [own], 1, timeline)
             row = cell.row(Limits(options.slo_ttft_ms, options.slo_tpot_ms))
             if "refused" in row:
                 raise rebuilt(row["error"], row["refused"])

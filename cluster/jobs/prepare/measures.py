@@ -20,7 +20,6 @@ from rich.progress import Progress
 
 from ....actors.engine.model.model import MoeBlock, RouterProbe
 from ....actors.policies.baselines import PreGate, train_predictor
-from ....actors.policies.prefetch import picks
 from ....actors.store.artifacts import (
     GATES_NAME,
     PredictorsOf,
@@ -185,7 +184,8 @@ def _target(
 
 def recall(scores: NDArray[np.floating], ids: NDArray[np.integer]) -> float:
     """Share of the picked experts [N, K] that are among the K highest scores [N, E] of their row."""
-    predicted = picks(scores, ids.shape[1])
+    predicted = np.zeros(scores.shape, np.bool_)
+    np.put_along_axis(predicted, np.argsort(-scores, axis=1, kind="stable")[:, : ids.shape[1]], True, axis=1)
     return float(np.take_along_axis(predicted, ids.astype(np.int64), axis=1).mean())
 
 

@@ -70,9 +70,6 @@ class Additions:
         int | None, Opt(help="First tokens of each window or request, which count less; default: 0.")
     ] = None
     profile_warmup_weight: Annotated[float | None, Opt(help="Weight of these tokens, 0 to 1; default: 0.")] = None
-    profile_figures: Annotated[
-        Path | None, Opt(help="Folder for heat maps of the profile, and its figures as JSON.")
-    ] = None
     gates: Annotated[
         Path | None, Opt(help="Add gates for pre-gated prefetch, trained on this text.", metavar="TEXT")
     ] = None
@@ -86,8 +83,7 @@ class Additions:
         if self.stride is not None and self.predictors is None:
             raise ConfigError("--stride is given without --predictors", "add --predictors TEXT, or leave it out")
         profiling = profile_request(
-            self.profile, self.profile_trace, self.profile_figures, self.profile_outputs, self.profile_warmup,
-            self.profile_warmup_weight,
+            self.profile, self.profile_trace, self.profile_outputs, self.profile_warmup, self.profile_warmup_weight
         )  # fmt: skip
         options = self._replicas()
         text = calibration_text(model, self.calibration) if self._is_calibrated else None

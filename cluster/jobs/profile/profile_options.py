@@ -1,11 +1,7 @@
-"""The `--profile` options of `tiermoe prepare`, and what a profile says: a table, figures and heat maps.
-
-The heat maps are BuddyMoE's figures 4 (similarity), 6 (activations) and 7 (co-activation), of every layer.
-"""
+"""The `--profile` options of `tiermoe prepare`, and what a profile says, as a table."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -16,8 +12,7 @@ from rich.console import Console
 from ....actors.policies.buddymoe.buddies import BuddyOptions, ExpertProfile, Ranking
 from ....actors.store.artifacts import ProfileManifest, read_profile
 from ....actors.store.format import read_manifest
-from ....errors import ConfigError, reason
-from ...report.files import check_folder, plot_counts, plot_matrix
+from ....errors import ConfigError
 from ...report.tables import Grid, grid, show
 from ..prepare.calibration import read_texts
 from . import OUTPUT_TOKENS, ProfileOptions
@@ -41,8 +36,8 @@ def size_distributions(profile: ExpertProfile, most: int = BuddyOptions.max_budd
             rows += [
                 {
                     "by": by, "alpha": alpha, "layer": layer, "mean": float(of.mean()), "least": int(of.min()),
-                    "median": float(np.median(of)), "most": int(of.max()), "empty": int((of == 0).sum()),
-                    "uncapped_mean": float(free[layer].mean()), "capped": int((free[layer] > most).sum()),
+                    "most": int(of.max()), "uncapped_mean": float(free[layer].mean()),
+                    "capped": int((free[layer] > most).sum()),
                 }
                 for layer, of in enumerate(sizes)
             ]  # fmt: skip
@@ -52,8 +47,8 @@ def size_distributions(profile: ExpertProfile, most: int = BuddyOptions.max_budd
 def alikeness(profile: ExpertProfile) -> list[dict[str, Any]]:
     """Of each layer: the cosine of each expert's most alike other output on its own inputs; empty without outputs.
 
-    `best_cosine` is the mean over experts, `best_cosine_most` the greatest; `better_than_none` is the share of experts
-    whose best substitute at the same weight leaves a smaller error than no output.
+    `best_cosine` is the mean over experts; `better_than_none` is the share of experts whose best substitute at the same
+    weight leaves a smaller error than no output.
     """
     if profile.outputs is None or profile.experts < 2:
         return []
@@ -62,11 +57,12 @@ def alikeness(profile: ExpertProfile) -> list[dict[str, Any]]:
     error = np.where(itself, np.inf, profile.outputs.error()).min(axis=2)
     return [
         {
-            "layer": layer, "best_cosine": float(best[layer].mean()), "best_cosine_most": float(best[layer].max()),
-            "least_error": float(error[layer].mean()), "better_than_none": float((error[layer] < 1).mean()),
+            "layer": layer,
+            "best_cosine": float(best[layer].mean()),
+            "better_than_none": float((error[layer] < 1).mean()),
         }
         for layer in range(profile.layers)
-    ]  # fmt: skip
+    ]
 
 
 def taken(profile: ExpertProfile) -> list[dict[str, Any]]:
@@ -99,48 +95,12 @@ def size_table(rows: list[dict[str, Any]]) -> Grid:
     return grid("buddies of an expert", columns, cells)
 
 
-def write_figures(folder: Path, profile: ExpertProfile, model: str) -> list[Path]:
-    """Three PNGs a layer (two without outputs) and `profile-report.json`, into a folder; `model`: its name, in each.
-
-    Raises:
-        ConfigError: the folder cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"'{folder}' cannot be made: {error.strerror}", "name a folder that you may write") from error
-    itself = np.eye(profile.experts, dtype=bool)
-    cosine = None if profile.outputs is None else profile.outputs.cosine()
-    caption, written = f"{model}, its own routing (real)", []
-    for layer in range(profile.layers):
-        paths = [folder / f"{name}-{layer:03d}.png" for name in ("activations", "coactivation", "similarity")]
-        plot_counts(paths[0], profile.activations[layer], f"Layer {layer}: tokens of each expert", "tokens", caption)
-        pairs = np.where(itself, np.nan, profile.binary[layer])
-        most = float(np.nanmax(pairs)) if profile.experts > 1 else 1.0
-        plot_matrix(paths[1], pairs, f"Layer {layer}: picked together", "tokens", (0.0, max(most, 1.0)), caption)
-        written += paths[:2]
-        if cosine is not None:
-            alike = np.where(itself, np.nan, cosine[layer])
-            top = float(np.nanmax(alike)) if profile.experts > 1 else 1.0
-            title = f"Layer {layer}: outputs of j on the inputs of i"
-            plot_matrix(paths[2], alike, title, "cosine", (min(0.0, float(np.nanmin(alike))), max(top, 1e-3)), caption)
-            written.append(paths[2])
-    report = {"sizes": size_distributions(profile), "alikeness": alikeness(profile), "taken": taken(profile)}
-    path = folder / "profile-report.json"
-    try:
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write '{path}': {reason(error)}", "give a path that can be written") from error
-    return [*written, path]
-
-
 @dataclass(frozen=True)
 class ProfileRequest:
-    """A profile that the command line asks for: of `text` or `trace`, with heat maps in the folder `figures`."""
+    """A profile that the command line asks for: of `text` or `trace`."""
 
     text: Path | None
     trace: Path | None
-    figures: Path | None
     options: ProfileOptions
 
     def run(self, store: Path, model_dir: Path) -> ProfileManifest:
@@ -165,16 +125,12 @@ class ProfileRequest:
                 f"best buddy's output: cosine {best:.2f} on average, nearer than no output for {better:.0%} of the "
                 "experts",
             )
-        if self.figures is not None:
-            files = write_figures(self.figures, profile, model_dir.name)
-            show(console, f"{len(files)} files in {self.figures}")
         return made
 
 
 def profile_request(
     text: Path | None,
     trace: Path | None,
-    figures: Path | None,
     outputs: int | None,
     warmup: int | None,
     warmup_weight: float | None,
@@ -186,9 +142,11 @@ def profile_request(
     """
     if text is not None and trace is not None:
         raise ConfigError("--profile and --profile-trace are both given", "leave one out: a store has one profile")
-    given = {"--profile-figures": figures, "--profile-outputs": outputs, "--profile-warmup": warmup}
     if text is None and trace is None:
-        for name, value in {**given, "--profile-warmup-weight": warmup_weight}.items():
+        given = {
+            "--profile-outputs": outputs, "--profile-warmup": warmup, "--profile-warmup-weight": warmup_weight,
+        }  # fmt: skip
+        for name, value in given.items():
             if value is not None:
                 raise ConfigError(f"{name} is given without --profile", "add --profile TEXT, or leave it out")
         return None
@@ -196,11 +154,9 @@ def profile_request(
         raise ConfigError("--profile-outputs is given with --profile-trace", "leave it out: a trace has no outputs")
     if warmup_weight is not None and warmup is None:
         raise ConfigError("--profile-warmup-weight is given without --profile-warmup", "add --profile-warmup TOKENS")
-    if figures is not None:
-        check_folder(figures, "--profile-figures")
     options = ProfileOptions(
         OUTPUT_TOKENS if outputs is None else outputs, warmup or 0, 0.0 if warmup_weight is None else warmup_weight
     )
     if text is not None:
         read_texts(text)  # refused before anything is computed
-    return ProfileRequest(text, trace, figures, options)
+    return ProfileRequest(text, trace, options)

@@ -1,5 +1,5 @@
-// Bindings of rank.hpp; rows are tokens.
-#include "rank.hpp"
+// Bindings of kernels/cpu/rank.hpp; rows are tokens.
+#include "../../kernels/cpu/rank.hpp"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -50,7 +50,8 @@ void bind_ranks(nb::module_& m) {
     m.def("rank_by_votes", [](const Scores& scores, std::int64_t top, std::int64_t base) {
         return keys_of(ranked(scores, top, true).experts, base);
     }, "scores"_a, "top"_a, "base"_a,
-          "`predicted_experts` of scores [T, E], float32 or float64, with `base` added to each.");
+          "Experts that a later router would pick, most wanted first, with `base` added to each: each row of scores [T, E],\n"
+          "float32 or float64, votes for its `top` highest; by votes, then highest score, then number.");
     m.def("rank_by_score", [](const Scores& scores, std::int64_t top, std::int64_t base) {
         const Ranked found = positive(ranked(scores, top, false));
         std::vector<double> best;
@@ -58,7 +59,8 @@ void bind_ranks(nb::module_& m) {
         for (const int expert : found.experts) best.push_back(found.best[static_cast<std::size_t>(expert)]);
         return std::pair(keys_of(found.experts, base), best);
     }, "scores"_a, "top"_a, "base"_a,
-          "`by_score` of scores [T, E], float32 or float64: experts with `base` added, and their highest scores.");
+          "The experts of the rows' `top` highest positive scores [T, E], float32 or float64, highest first, then by number,\n"
+          "with `base` added to each; and their highest scores.");
 }
 
 }  // namespace tiermoe::bindings
