@@ -741,7 +741,7 @@ class GpuLayer(Layer):
     fetch: (tensors, hidden, numbers of routers) -> contiguous arrays, where `reads` cannot.
     """
 
-    def __init__(self, core: Core, launches: CapsuleType, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
+    def __init__(self, core: Core, launches: CapsuleType, low: CapsuleType | None, reads: CapsuleType | None, scored_rows: int, fetch: object, index: int, experts: int, neurons: int, max_rows: int, all: CpuLayers) -> None: ...
 
     def router(self, operands: object | None, outputs: int) -> int:
         """The number of a router (weight, bias, layers, softmax), or of another."""
