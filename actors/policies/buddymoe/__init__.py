@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -231,7 +230,11 @@ class RandomRule(MissRule):
             rho=options.rho, temperature=options.temperature, gamma=options.gamma, eta=1.0, reuse=options.reuse,
             fallback=options.fallback, renormalise=options.renormalise,
         )  # fmt: skip
-        draw = partial(np.random.default_rng(seed).random, dtype=np.float32)
+        numbers = np.random.default_rng(seed)
+
+        def draw(count: int) -> NDArray[np.float32]:
+            return numbers.random(count, dtype=np.float32)
+
         super().__init__([everyone] * layers, drawing, **gates, draw=draw)
 
 
