@@ -59,7 +59,7 @@ class PreEviction {
 // On a layer's own cache.
 struct ReleaseSlots : LayerAhead {
     bool takes(const Layer&, const Given& given) const override { return given.top_k == of->state().top_k; }
-    void asks(Layer&, Routers& routers) const override {
+    void asks(Layer&, const Given&, Routers& routers) const override {
         for (const Router one : {own, router})
             if (one != kNoRouter) routers.push_back(one);
     }
