@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -231,8 +230,10 @@ class RandomRule(MissRule):
             rho=options.rho, temperature=options.temperature, gamma=options.gamma, eta=1.0, reuse=options.reuse,
             fallback=options.fallback, renormalise=options.renormalise,
         )  # fmt: skip
-        draw = partial(np.random.default_rng(seed).random, dtype=np.float32)
-        super().__init__([everyone] * layers, drawing, **gates, draw=draw)
+        generator = np.random.default_rng(seed)
+        super().__init__(
+            [everyone] * layers, drawing, **gates, draw=lambda count: generator.random(count, np.float32)
+        )
 
 
 @register("on_miss", "drop")
