@@ -230,12 +230,10 @@ class RandomRule(MissRule):
             rho=options.rho, temperature=options.temperature, gamma=options.gamma, eta=1.0, reuse=options.reuse,
             fallback=options.fallback, renormalise=options.renormalise,
         )  # fmt: skip
-        numbers = np.random.default_rng(seed)
-
-        def draw(count: int) -> NDArray[np.float32]:
-            return numbers.random(count, dtype=np.float32)
-
-        super().__init__([everyone] * layers, drawing, **gates, draw=draw)
+        generator = np.random.default_rng(seed)
+        super().__init__(
+            [everyone] * layers, drawing, **gates, draw=lambda count: generator.random(count, np.float32)
+        )
 
 
 @register("on_miss", "drop")
