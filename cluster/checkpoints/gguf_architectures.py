@@ -2,7 +2,7 @@
 
 Keys are those of `load_hparams` and `load_arch_hparams`: those that a configuration of transformers has a name for, and
 those that are accepted with the values that change nothing. Any other key, or any other value, refuses the file by the
-key's name. Tensors are those of `gguf-py/gguf/tensor_mapping.py`, by transformers' names of parameters.
+key's name. Tensors are those of llama.cpp's `gguf-py`, by transformers' names of parameters.
 """
 
 from __future__ import annotations
