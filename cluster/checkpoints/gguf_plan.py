@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from ...actors.store.format import first_problem
 from ...errors import CheckpointError, UnsupportedModelError
 from .checkpoint import Checkpoint
-from .gguf_architectures import layer_of, tensor_names
 from .gguf_check import check_config, check_rope, head_size
 from .gguf_header import REWRITE, Header
 from .gguf_keys import architecture_of
 from .gguf_layouts import layouts
+from .gguf_names import layer_of, tensor_names
 from .matrices import Entry
 from .plan import ExpertsModule, Group, Plan, RowTransform, Transform, target_dtype
 

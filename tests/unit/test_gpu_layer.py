@@ -50,6 +50,20 @@ from tiermoe.kernels.triton.forms import TritonFormKernel, TritonPackedKernel
 from tiermoe.kernels.triton.launch import Launch
 
 
+def launches_seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of Triton's launches from now on."""
+    found = list[str]()
+    first = Launch.first
+
+    def counted(launch: Launch, *given: Any) -> Callable[..., None]:
+        found.append(launch.name)
+        known: Any = first(launch, *given)
+        return lambda *more: (found.append(launch.name), known(*more))[0]
+
+    monkeypatch.setattr(Launch, "first", counted)
+    return found
+
+
 def gate(up: torch.Tensor) -> torch.Tensor:
     pairs = up.view(len(up), -1, 2)
     return torch.nn.functional.silu(pairs[..., 0]) * pairs[..., 1]
@@ -191,15 +205,7 @@ def test_interpreted_forms_run_in_the_native_pass(name: str, slots: int, monkeyp
     form = expert_form(name, hidden_size, hidden_size if name in K_QUANTS else 32)
     native, python = FormStack(form, slots, True), FormStack(form, slots, False)
     assert isinstance(native.layers[0].executor, GpuExecutor)
-    rng, found = np.random.default_rng(slots), list[str]()
-    first = Launch.first
-
-    def counted(launch: Launch, *given: Any) -> Callable[..., None]:
-        found.append(launch.name)
-        known: Any = first(launch, *given)
-        return lambda *more: (found.append(launch.name), known(*more))[0]
-
-    monkeypatch.setattr(Launch, "first", counted)
+    rng, found = np.random.default_rng(slots), launches_seen(monkeypatch)
     for n in range(4):
         # the last pass runs experts that are in their slots, where all have one
         ids = torch.tensor([[1, 2]]) if n > 1 else torch.from_numpy(rng.permutation(EXPERTS)[None, :2].copy())
@@ -307,15 +313,7 @@ def test_interpreted_replicas_run_in_the_native_pass(tokens: int, monkeypatch: p
     """Beside experts in full, alone, and none: two launches for those that are there together, of any number."""
     native, python = ReplicaStack(3, 4, True), ReplicaStack(3, 4, False)
     assert isinstance(native.layers[0].executor, GpuExecutor)
-    rng, found = np.random.default_rng(tokens), list[str]()
-    first = Launch.first
-
-    def counted(launch: Launch, *given: Any) -> Callable[..., None]:
-        found.append(launch.name)
-        known: Any = first(launch, *given)
-        return lambda *more: (found.append(launch.name), known(*more))[0]
-
-    monkeypatch.setattr(Launch, "first", counted)
+    rng, found = np.random.default_rng(tokens), launches_seen(monkeypatch)
     for low in ({0, 2}, {0, 1, 2}, {0, 1, 2}, set(), {1}):
         ids = torch.from_numpy(np.argsort(rng.random((tokens, 3)), axis=1).copy())  # the experts 0 to 2, all of them
         hidden, weights = torch.randn(tokens, SHAPE.hidden), torch.rand(tokens, 3)
