@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ...errors import MessageTooLarge, PolicyError, RemoteFailure, RuntimeFailure
@@ -32,15 +31,15 @@ from .stats import EngineStats, PeerKind
 class RemoteCall:
     """A layer's experts that a peer computes.
 
-    keys: the experts. pairs: how many. rows: of the layer's hidden states that take part [R], int64 on the compute
-    device; None: all, or it was not sent. blocked_s, link_s: of a shard, its wait for copies and the busy time of its
+    keys: the experts. pairs: how many. rows: of the layer's hidden states that take part [R], of `Outgoing.take`; None:
+    all, or it was not sent. blocked_s, link_s: of a shard, its wait for copies and the busy time of its
     link for this layer. recomputed: the experts were loaded and computed here instead.
     """
 
     peer: RemoteExperts
     keys: list[int]
     pairs: int
-    rows: torch.Tensor | None = None
+    rows: Any = None
     sent_s: float = 0.0
     blocked_s: float = 0.0
     link_s: float = 0.0

@@ -105,13 +105,13 @@ class DeviceBackend:
         self.run(of, groups, replicas)
 
     def join(self, of: Pass, call: RemoteCall) -> bool:
-        partial = self._receive(of.step.index, call)
-        if partial is not None:
-            of.partials.append((call, partial))
+        sums = self._receive(of.step.index, call)
+        if sums is not None:
+            of.partials.append((call, sums))
         else:
             call.recomputed = True
             self.cache.stats.layers[of.step.index].count_recomputed(call.peer.kind, call.pairs)
-        return partial is not None
+        return sums is not None
 
     def combine(self, of: Pass) -> torch.Tensor:
         """The layer's output [T, H]."""
@@ -126,12 +126,8 @@ class DeviceBackend:
 
     def add(self, of: Pass, out: torch.Tensor) -> None:
         """Add the sums of peers."""
-        for call, partial in of.partials:
-            sums = partial.to(out.dtype)
-            if call.rows is None:
-                out.add_(sums)
-            else:
-                out.index_add_(0, call.rows, sums)
+        for call, sums in of.partials:
+            self._activations.add(out, call.rows, sums)
 
     def _rows(self, hidden: torch.Tensor, count: int) -> torch.Tensor:
         """[N, H] with any content. Layers of decode get the same memory: each reads it before the next one writes."""
@@ -151,8 +147,8 @@ class DeviceBackend:
                 found = self._kept[key] = torch.empty((count, width), dtype=hidden.dtype, device=hidden.device)
         return found
 
-    def _receive(self, layer: int, call: RemoteCall) -> torch.Tensor | None:
-        """Wait for a peer's answer: the partial sums [R, H] of its rows; None: no answer."""
+    def _receive(self, layer: int, call: RemoteCall) -> Any:
+        """Wait for a peer's answer: the sums of its rows, of `Activations.sums`; None: no answer."""
         if not call.sent:
             return None
         peer, start_s = call.peer, time.perf_counter()
@@ -172,7 +168,7 @@ class DeviceBackend:
             stats.count_worker(peer.name, experts, call.pairs)
         else:
             call.blocked_s, call.link_s = answer.paced_s - answer.measured_s, answer.modelled_s
-        return self._activations.receive(answer.partial)
+        return self._activations.sums(answer.partial)
 
 
 def _rows_at(address: int, rows: int, width: int) -> torch.Tensor:

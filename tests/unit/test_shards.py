@@ -114,7 +114,8 @@ def test_what_the_lead_sent_is_what_the_shards_received(transport: str, olmoe: T
         assert (lead.counters["hits"], lead.counters["misses"]) == (total.hits, total.misses)
         assert lead.counters["step_s"] > lead.counters["shard_wait_s"] > 0
         assert all(peer["waited_s"] > 0 for peer in lead.peers.values())  # of its start, too
-        assert lead.counters["steps"] == total.forwards / len(group.lead.engine.layers)
+        steps = total.forwards // len(group.lead.engine.layers)
+        assert lead.counters["steps"] in (steps, steps + 1)  # that of the start's own request may end after the reset
 
 
 def test_every_gpu_preloads_what_it_owns(olmoe: Tiny) -> None:

@@ -4,7 +4,8 @@
              routing's copy comes after it, so that the host waits once for both)
     take     -> the rows of a peer; many rows are gathered on the GPU and waited for here
     channel  writes the frame from pinned memory into its ring, reads the answer from the ring into pinned memory
-    receive  -> copy to the GPU, enqueued; the memory stays leased until it is done
+    sums     -> copy to the GPU, enqueued; the memory stays leased until it is done
+    add      -> added there, enqueued
 
 and at a shard, whose server reads the frame from the ring into pinned memory:
 
@@ -198,6 +199,13 @@ class PinnedActivations:
         if array.dtype == np.uint16:
             return self.up(array.view(np.int16)).view(torch.bfloat16)
         return self.up(array)
+
+    def sums(self, array: NDArray[np.float32]) -> torch.Tensor:
+        return self.up(array)
+
+    def add(self, out: torch.Tensor, rows: torch.Tensor | None, sums: torch.Tensor) -> None:
+        found = sums if sums.dtype == out.dtype else sums.to(out.dtype)
+        out.add_(found) if rows is None else out.index_add_(0, rows, found)
 
     def deliver(self, sums: torch.Tensor) -> NDArray[np.float32]:
         array, event = self.down(sums)
