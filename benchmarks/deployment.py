@@ -340,10 +340,10 @@ def machine_of_point(point: Point, recorded: Recorded, options: Deployment, mess
 
 
 def _message_us() -> dict[str, float]:
-    """layer_us: microseconds of the lead in a layer for its one message to another GPU of this node.
+    """layer_us: microseconds of the lead in a layer for its one message to another GPU of this node: sending it and
+    taking the answer, without the wait for it. wait_us: that wait, so what the peer takes longer than the lead.
 
-    Everything is resident, one request: sending, and joining the answer after its own part, so with what the peer takes
-    longer than the lead. shm_us, grpc_us: 8 KiB there and back to another process, by shared memory and by gRPC.
+    Everything is resident, one request. shm_us, grpc_us: 8 KiB there and back to another process, by each transport.
     """
     from tiermoe.actors.engine.host_times import host_passes
 
@@ -353,8 +353,10 @@ def _message_us() -> dict[str, float]:
         serve(worker.submit, prompts, TOKENS)
         with host_passes(worker.engine, ("send", "join")) as passes:
             serve(worker.submit, prompts, TOKENS)
-    part_s = median(one.parts["send"] + one.parts["join"] for one in passes if one.tokens == 1)
-    return {"layer_us": 1e6 * part_s, "shm_us": round_trip_us("shm"), "grpc_us": round_trip_us("grpc")}
+    sent = [one for one in passes if one.tokens == 1 and one.parts["send"]]
+    part_s, wait_s = median(one.messages_s for one in sent), median(one.parts["peers"] for one in sent)
+    found = {"layer_us": 1e6 * part_s, "wait_us": 1e6 * wait_s}
+    return found | {f"{transport}_us": round_trip_us(transport) for transport in ("shm", "grpc")}
 
 
 # -- a worker that is killed -------------------------------------------------------------------------------------------

@@ -45,13 +45,15 @@ if TYPE_CHECKING:  # torch
 
     from .instant_gpu import Recorded
 
-# microseconds of the host in an MoE layer outside kernels and waits for copies, at batch 1
+# microseconds of the host in an MoE layer outside kernels, messages to peers and waits, at batch 1
 LIMITS_US = {
-    "all-resident": 10.0, "on-demand": 20.0, "next-gate": 35.0, "fmoe": 70.0, "moepic": 70.0, "activeevict": 70.0,
-    "activeevict-lossless": 70.0, "buddymoe": 70.0, "auto, local": 20.0,
+    "all-resident": 10.0, "on-demand": 20.0, "on-demand, fp8": 60.0, "next-gate": 35.0, "fmoe": 70.0, "moepic": 70.0,
+    "activeevict": 70.0, "activeevict-lossless": 70.0, "buddymoe": 70.0, "auto, local": 20.0, "auto, planned": 60.0,
+    "context-ndp-full": 60.0, "context-ndp-3bit": 60.0, "on-demand, 2 shards": 60.0,
 }  # fmt: skip
 PRESETS = ("all-resident", "on-demand", "next-gate", "fmoe", "moepic", "activeevict", "buddymoe")
-# the same beside a GPU whose kernels and copies take no time, launching included, messages to peers apart
+PEERS = ("auto", "context-ndp-full", "context-ndp-3bit")
+# the same beside a GPU whose kernels and copies take no time, launching included
 LIMITS_GPU_US = {
     "all-resident": 30.0, "on-demand": 40.0, "next-gate": 45.0, "moepic": 80.0, "activeevict": 80.0,
     "all-resident, fp8": 55.0, "on-demand, fp8": 55.0, "all-resident, mxfp4": 55.0, "on-demand, mxfp4": 55.0,
@@ -72,10 +74,11 @@ def host(options: Host, progress: Progress | None) -> Report:
 
     A preset that plans misses has a column for planned forwards and one for those that only load, where it has both.
 
-    Bars, at batch 1: `host` of a layer (outside kernels and waits for copies, by wall-clock) at most `LIMITS_US`.
+    Bars, at batch 1: `host` of a layer (outside kernels, messages and waits, by wall-clock) at most `LIMITS_US`.
+    `messages`: sending to peers and taking their answers.
 
-    On a fake GPU (`instant_gpu`) only the layers are measured, as they run on a GPU: `host` includes launching and
-    leaves out messages to peers, `kernels` and `combine` are launching alone, and `LIMITS_GPU_US` are the bars. `loads
+    On a fake GPU (`instant_gpu`) only the layers are measured, as they run on a GPU: `host` includes launching,
+    `kernels` and `combine` are launching alone, and `LIMITS_GPU_US` are the bars. `loads
     awaited`: no copy has ended when the host looks, so that each load has a wait and a launch of its own. The numbers
     of launches and of calls that Python makes are the same on a busy machine.
 
@@ -129,11 +132,12 @@ def cases_of(options: Host) -> list[HostCase]:
     """Those that are asked for, or those that the bars judge."""
     if options.preset:
         return [HostCase(*case) for case in product(options.preset, options.form, options.shards)]
+    sharded = HostCase("on-demand", shards=2)
     if options.device is HostDevice.CPU:
-        return [HostCase(preset) for preset in PRESETS]
-    plain = ("next-gate", "moepic", "activeevict", "auto", "context-ndp-full", "context-ndp-3bit")
+        return [*map(HostCase, (*PRESETS, *PEERS)), HostCase("on-demand", Published.FP8), sharded]
     forms = product(("all-resident", "on-demand"), Published)
-    return [*(HostCase(*case) for case in forms), *map(HostCase, plain), HostCase("on-demand", shards=2)]
+    plain = ("next-gate", "moepic", "activeevict", *PEERS)
+    return [*(HostCase(*case) for case in forms), *map(HostCase, plain), sharded]
 
 
 def _on_cpu(
@@ -158,7 +162,7 @@ def _on_cpu(
                     spreads.append({"preset": column, "batch": batch, "matcher": worker.matcher_stats(), **spread})
     if service:
         columns.setdefault("all-resident", {}).update(service)
-    what = "microseconds of the host in a layer outside kernels and waits"
+    what = "microseconds of the host in a layer outside kernels, messages and waits"
     return _told(report, columns, spreads, LIMITS_US, what)
 
 
@@ -234,11 +238,12 @@ def _run_again(
         recorded.run(late)  # warm up; not counted
     interleaved([Case(kind, partial(again, kind)) for kind in kinds], repeats, 0, progress, label)
 
-    hosts = {kind: _layer_us(forwards[kind], _apart_s) for kind, (_, parts, _) in kinds.items() if parts is apart}
+    hosts = {kind: _layer_us(forwards[kind], _HOST_S) for kind, (_, parts, _) in kinds.items() if parts is apart}
     found: dict[tuple[str, str], float] = {}
     for kind in kinds:
         if kind in hosts:
             found[kind, "host"] = hosts[kind].median
+            found[kind, "messages"] = _layer_us(forwards[kind], _MESSAGES_S).median
         else:
             found |= {(kind, part): _layer_us(forwards[kind], _part_s(part)).median for part in PARTS}
     for kind, late in (("layer", False), ("layer, loads awaited", True)):
@@ -304,15 +309,16 @@ def by_part(
         words = ", CPU" if clock else ""
         totals, parts = steps[f"{clock}totals"], steps[f"{clock}parts"]
         layers = [step.layers for step in totals]
-        spreads = {"host": _layer_us(layers, _OUTSIDE_S), "kernels": _layer_us(layers, _KERNEL_S)}
+        each = {"host": _OUTSIDE_S, "kernels": _KERNEL_S, "messages": _MESSAGES_S}
+        spreads = {part: _layer_us(layers, value) for part, value in each.items()}
         brief |= {f"{part}{words}": asdict(spread) | {"values": None} for part, spread in spreads.items()}
         found |= {(f"layer{words}", part): spread.median for part, spread in spreads.items()}
         for part in parts[0].layers[0].parts:
             found[f"layer, by part{words}", part] = _layer_us([s.layers for s in parts], _part_s(part)).median
         token = {part: fmean(step.parts[part] for step in totals) * 1e6 for part in totals[0].parts}
         of_layers: dict[str, Callable[[HostPass], float]] = {
-            "kernels": _KERNEL_S, "waits for copies": _part_s("copies"), "waits for peers": _part_s("join"),
-            "host": _OUTSIDE_S,
+            "kernels": _KERNEL_S, "waits for copies": _part_s("copies"), "waits for peers": _part_s("peers"),
+            "messages": _MESSAGES_S, "host": _OUTSIDE_S,
         }  # fmt: skip
         for name, value in of_layers.items():
             token[f"layers, {name}"] = fmean(sum(map(value, step)) for step in layers) * 1e6
@@ -325,13 +331,8 @@ def by_part(
     return found, brief
 
 
-_OUTSIDE_S, _KERNEL_S = map(attrgetter, ("outside_s", "kernel_s"))  # of a `HostPass`
+_OUTSIDE_S, _HOST_S, _KERNEL_S, _MESSAGES_S = map(attrgetter, ("outside_s", "host_s", "kernel_s", "messages_s"))
 MESSAGES = ("send", "join")  # parts of a pass
-
-
-def _apart_s(layer: HostPass) -> float:
-    """Seconds of the host, launching included, without messages to peers and waits for them."""
-    return layer.host_s - sum(layer.parts[part] for part in MESSAGES)
 
 
 def _part_s(part: str) -> Callable[[HostPass], float]:

@@ -217,6 +217,11 @@ class RemoteExperts:
                 self._peer.problem = self._peer.reason = failure.what
         return {"state": "late" if self.available else "lost"}
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waits for answers so far."""
+        return self._peer.traffic.waited_s
+
     def traffic(self) -> dict[str, float]:
         """What went over all connections so far, as in `actors.sample.ProcessSample.peers`."""
         rows = {"rows_sent": self.rows_sent, "rows_received": self.rows_received}

@@ -28,9 +28,9 @@ from .prefetching import RouterPrefetching
 
 PARTS = (
     "read", "wait", "reroute", "place", "copies", "send", "prefetch", "pre_evict", "run",
-    "join", "native", "kernels", "combine", "other",  # what is left: the core, sorting the routing, counters
+    "join", "peers", "native", "kernels", "combine", "other",  # what is left: the core, sorting the routing, counters
 )  # fmt: skip
-KERNEL_PARTS = ("kernels", "combine", "join")  # and waits for peers
+KERNEL_PARTS = ("kernels", "combine", "send", "join")  # and messages
 STEP_PARTS = ("schedule", "announce", "dense", "sample", "deliver", "manager")  # manager: what is left of the loop
 Clock = Callable[[], float]  # seconds: time.perf_counter, or time.thread_time for the thread's CPU time
 _EMPTYCALLS = 256  # by which the cost of a clock reading is measured
@@ -53,8 +53,8 @@ class HostPass:
     """One pass of one MoE layer: tokens in the batch, seconds of the host by part (of `PARTS`), experts that it missed
     (0 unless they are asked for).
 
-    copies: waits for copies where the host waits for them itself. join: waits for peers' answers, and taking them. On
-    CUDA `kernels` and `combine` are the seconds of launching them.
+    copies: waits for copies where the host waits for them itself. peers: waits for peers' answers; by the thread's CPU
+    time they are within `join`, the taking of answers. On CUDA `kernels` and `combine` are the seconds of launching.
     """
 
     layer: int
@@ -71,14 +71,19 @@ class HostPass:
         return self.parts["kernels"] + self.parts["combine"]
 
     @property
+    def messages_s(self) -> float:
+        """Seconds of sending to peers and of taking their answers."""
+        return self.parts["send"] + self.parts["join"]
+
+    @property
     def host_s(self) -> float:
-        """Seconds of the host, launching kernels included, without waits."""
-        return self.total_s - self.parts["wait"]
+        """Seconds of the host, launching kernels included, without messages and waits."""
+        return self.total_s - self.messages_s - self.parts["wait"] - self.parts["peers"]
 
     @property
     def outside_s(self) -> float:
-        """Seconds of the host outside kernels and waits, those for peers included."""
-        return self.total_s - self.kernel_s - self.parts["wait"] - self.parts["copies"] - self.parts["join"]
+        """Seconds of the host outside kernels, messages and waits."""
+        return self.host_s - self.kernel_s - self.parts["copies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +236,7 @@ def _time_layers(
         if joined is not None and isinstance(layer.executor, CpuExecutor):
             continue
         host_waits = engine.device.executor != "real"  # a GPU's stream waits for copies, the host does not
-        replaced.set(layer, "forward", _timed_pass(clock, layer, host_waits, passes, misses))
+        replaced.set(layer, "forward", _timed_pass(clock, engine, layer, host_waits, passes, misses))
 
 
 def _parts_of(layer: MoeLayer) -> Iterator[tuple[str, Any, str]]:
@@ -377,12 +382,16 @@ def _timed(clock: _Clock, part: str, method: Callable[..., Any]) -> Callable[...
 
 
 def _timed_pass(
-    clock: _Clock, layer: MoeLayer, host_waits: bool, passes: list[HostPass], misses: bool = False
+    clock: _Clock, engine: ExpertEngine, layer: MoeLayer, host_waits: bool, passes: list[HostPass], misses: bool
 ) -> Callable[..., torch.Tensor]:
     forward = layer.forward
 
+    def answers_s() -> float:
+        """Seconds of waits for peers so far."""
+        return sum(peer.waited_s for peer in engine.peers.values())
+
     def run(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        waited_s, executor, missed = _waited_s(layer), layer.executor, _missed(layer)
+        waited_s, awaited_s, executor, missed = _waited_s(layer), answers_s(), layer.executor, _missed(layer)
         clock.enter("other")
         try:
             return forward(hidden, ids, weights)
@@ -398,6 +407,9 @@ def _timed_pass(
             if host_waits and clock.counts_waits:
                 spent_s["copies"] = min(_waited_s(layer) - waited_s, spent_s[waiting])
                 spent_s[waiting] -= spent_s["copies"]
+            if clock.counts_waits:
+                spent_s["peers"] = min(answers_s() - awaited_s, spent_s["join"])
+                spent_s["join"] -= spent_s["peers"]
             passes.append(HostPass(layer.index, len(hidden), spent_s, _missed(layer) - missed if misses else 0))
 
     return run
