@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -17,6 +19,7 @@ import torch
 from tiermoe.actors.budget import AutoBudget, Budget
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.policies.buddymoe.buddies import BINS, TEMPERATURES, ExpertProfile, Outputs
+from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.policy_settings import PolicySettings
 from tiermoe.actors.requests import Generation, GenerationRequest, SamplingParams
 from tiermoe.actors.settings import EngineSettings, KvSettings, LinkSettings
@@ -144,23 +147,35 @@ def logits(worker: GpuWorker, prompt: Sequence[int], attention: str) -> torch.Te
 def struck_greedy(
     worker: GpuWorker, prompt: Sequence[int], max_tokens: int, strike: Callable[[], object]
 ) -> tuple[list[int], float]:
-    """One request during which `strike` is called, once it has eight tokens.
+    """One request during which `strike` is called, once it has eight tokens; the worker waits for it.
 
     Returns:
         The generated tokens, and the longest seconds between two events after the strike.
     """
-    stream = worker.submit(GenerationRequest("r", tuple(prompt), SamplingParams(max_tokens=max_tokens)))
-    generation, longest_s, last_s = Generation("r"), 0.0, time.monotonic()
-    struck = False
-    for event in stream:
-        generation.add(event)
-        now_s = time.monotonic()
-        if struck:
-            longest_s = max(longest_s, now_s - last_s)
-        last_s = now_s
-        if len(generation.token_ids) >= 8 and not struck:
-            struck = True
-            strike()
+    engine, struck, decoding = worker.engine, threading.Event(), itertools.count(2)
+    begin = engine.begin_forward
+
+    def begin_struck(sequences: Sequence[SequenceRows]) -> None:
+        if any(s.decode for s in sequences) and next(decoding) > 8:  # the number of the token that comes of it
+            struck.wait(60)
+        begin(sequences)
+
+    engine.begin_forward = begin_struck  # type: ignore[method-assign]
+    try:
+        stream = worker.submit(GenerationRequest("r", tuple(prompt), SamplingParams(max_tokens=max_tokens)))
+        generation, longest_s, last_s = Generation("r"), 0.0, time.monotonic()
+        for event in stream:
+            generation.add(event)
+            now_s = time.monotonic()
+            if struck.is_set():
+                longest_s = max(longest_s, now_s - last_s)
+            last_s = now_s
+            if len(generation.token_ids) >= 8 and not struck.is_set():
+                strike()
+                struck.set()
+    finally:
+        struck.set()
+        del engine.begin_forward
     return generation.token_ids, longest_s
 
 
