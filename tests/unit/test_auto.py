@@ -1,4 +1,4 @@
-"""The planner of `auto`: decisions to the letter, against brute force, and the formulas of a worker beside a busy link."""
+"""The planner of `auto`: decisions to the letter, against brute force, and a worker beside a busy link."""
 
 from __future__ import annotations
 
