@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.timeout(600)
 def test_the_walk_through_as_written(folder: Path) -> None:
     """In the engine on the CPU stand-in (`tiermoe run`) and in the simulated executor (`tiermoe replay`)."""
-    assert len(_FILES) == 4
+    assert len(_FILES) == 6
     assert len(_COMMANDS) == 3
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -48,7 +48,7 @@ def test_the_walk_through_as_written(folder: Path) -> None:
     assert (folder / "trace").is_dir()
     rows = [re.split(r"\s{2,}", line) for line in done.stdout.splitlines() if line.endswith(" ms")]
     times = {row[0]: row[-1] for row in rows}
-    assert set(times) == {"fifo", "successor", "on-demand", "next-gate"}
+    assert set(times) == {"fifo", "drop-lightest", "successor", "on-demand", "next-gate"}
     assert len(set(times.values())) == len(times)  # a trace of five decoded tokens ranked none of them
 
 
