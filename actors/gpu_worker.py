@@ -358,7 +358,10 @@ class GpuWorker:
         return self._serving.submit(request)
 
     def generate(self, request: GenerationRequest) -> Iterator[TokenEvent]:
-        """Like `submit`, but queues the request at the first step and cancels it when the iteration ends early."""
+        """Like `submit`, but queues the request at the first step and cancels it when the iteration ends early.
+
+        For `tiermoe run` and `LLM`. The HTTP server calls `begin`, and `take` for the events of all of its requests.
+        """
         stream = self.submit(request)
         try:
             yield from stream

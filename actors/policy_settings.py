@@ -18,7 +18,6 @@ from .policies.moepic.split import SplitOptions
 from .policies.prefetch import PrefetchOptions, PrefetchPolicy
 from .policies.registry import Point, PolicyContext, PolicyOptions, options, policy_class
 from .policies.routing import MissOptions, RoutingOptions
-from .policies.worth import WorthOrder as WorthOrder  # registers itself
 
 _EVICTION_IN_PRE_EVICT = ("alpha", "gamma", "window")  # where presets had these options of eviction importance
 

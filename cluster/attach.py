@@ -33,7 +33,8 @@ _ENDED = ("DEAD",)
 
 
 class Lead:
-    """Calls of a lead actor, with deadlines; usable from several threads.
+    """Calls of a lead actor, with deadlines; usable from several threads. The HTTP server, on its event loop, calls a
+    lead by `api.lead.LeadClient`.
 
     Args:
         handle: of an actor made of `GpuWorker`; None before there is one and after it has ended.

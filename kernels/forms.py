@@ -40,7 +40,8 @@ DTYPES: dict[str, type[np.generic]] = {
     "U8": np.uint8, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8,
 }  # fmt: skip
 FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# of a block of GGUF: weights, bytes, and where its float16 scales lie; in the order of FormKind in cpu/forms.hpp
+# of a block of GGUF: weights, bytes, and where its float16 scales lie (without them: see `verify`); in the order
+# of FormKind in cpu/forms.hpp. Named as in `gguf`, in lower case; with `_gguf` where a published form has the name
 BLOCKS: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "q8_0": (32, 34, (0,)), "q4_0": (32, 18, (0,)), "q4_1": (32, 20, (0, 2)), "q5_0": (32, 22, (0,)),
     "q5_1": (32, 24, (0, 2)), "iq4_nl": (32, 18, (0,)), "mxfp4_gguf": (32, 17, ()),

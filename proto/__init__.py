@@ -1,1 +1,1 @@
-"""Messages and channels between processes: `messages.py`, `channel.py`; docs/architecture.md tells how they work."""
+"""Messages and channels between processes: `messages.py`, `channel.py`; docs/channel.md tells how they work."""

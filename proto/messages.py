@@ -97,10 +97,10 @@ class ExpertResult(Message):
 
     Attributes:
         partial: [T, H], sum over this worker's experts of weight * FFN(hidden row).
-        measured_s: seconds in the kernel.
+        measured_s: seconds in the kernel; of a shard, all but its waits for copies.
         modelled_s: seconds by the cost model of the simulated device; of a shard, seconds in which its link was busy
             with the layer's copies.
-        paced_s: seconds in all, the wait for the modelled time included.
+        paced_s: seconds in all, the wait for the modelled time included; of a shard, its waits for copies.
         resident: [B] the experts in a shard's cache after the batch, packed as in `engine/peers/shards.py`.
     """
 

@@ -1,7 +1,7 @@
 """The executors of a layer's pass, and the one place where a layer gets its own.
 
     kernel of the layer                                   executor
-    C++ on the CPU, no norm       behind the experts      CpuExecutor: many rows and replicas by Python's kernels
+    C++ on the CPU, no norm behind the experts            CpuExecutor: many rows and replicas by Python's kernels
     Triton's, replicas' too, no norm                      GpuExecutor: other types and row counts by Python's kernels
     others (dtypes, activations, norms)                   layer.PythonExecutor
 

@@ -42,7 +42,7 @@ class Shared:
         backend: makes the views of Python's parts, and runs Python's kernels.
         last: the last layer; -1: nobody asks for a forward's end.
         check: check the cache's invariants after each pass.
-        passes: of the core; None: of layers whose kernels are not the simulator's.
+        passes: where native code leaves the passes that have run; None: new ones, as all but the simulator have.
 
     Attributes:
         planned: whether the placement plans the present forward.
@@ -58,7 +58,7 @@ class Shared:
         self.cache, self.backend, self.placer = cache, backend, placer
         self.hooks = Hooks() if hooks is None else hooks
         self.last, self.check, self.planned = last, check, _core.Planned()
-        # what the layers' executor takes: a `_core.CpuLayers`, of recorded layers their run's
+        # a `_core.CpuLayers`, or of recorded layers their run's
         self.passes: Any = _core.CpuLayers() if passes is None else passes
         self.passes.records = self.hooks.passed is not None
         self.inputs: Sequence[Any] = ()

@@ -3,7 +3,8 @@
 Where layers mix, an expert is named by its key, the int `layer * experts_per_layer + expert`.
 
 A paper's method is in the file or folder of its name. Shared parts are in eviction, prefetch, routing, residency, plan,
-cost and sharding; the papers' baselines in baselines. All policies register themselves (`registry`).
+cost and sharding; the papers' baselines in baselines. All policies register themselves (`registry`) when they are
+imported: a new file is imported here, or by one of these.
 """
 
 from . import (  # noqa: F401
@@ -15,4 +16,5 @@ from . import (  # noqa: F401
     hobbit,
     hybrid,
     moepic,
+    worth,
 )

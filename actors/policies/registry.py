@@ -11,9 +11,9 @@ A class registers itself for a point with a kind, its options and its constructo
         def make(cls, options: Options, context: PolicyContext) -> Lcp: ...
 
 A preset's `eviction: {kind: lcp, rho: 0.5}` becomes `Lcp.Options`, `eviction: lcp` is short for `{kind: lcp}`, and
-`make("eviction", options, context)` gives the policy. `kind: my_package.fifo:Fifo` names a class outside this
-repository, without registration; what such a class raises is a `PolicyError` (`foreign`). Kinds without code of their
-own register only their options.
+`make("eviction", options, context)` gives the policy. For eviction, prefetch, routing and on_miss, the points with a
+`policy_base`, `kind: my_package.fifo:Fifo` names a class outside this repository, without registration; what such a
+class raises is a `PolicyError` (`foreign`). Kinds without code of their own register only their options.
 """
 
 from __future__ import annotations

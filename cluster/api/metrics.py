@@ -222,7 +222,7 @@ class ChoiceTimer(ChoiceTimes):
                 self._metrics.prompt.inc(self.prompt_tokens)
                 self._metrics.queried.inc(self.prompt_tokens)
                 self._metrics.cached.inc(event.cached_tokens)
-            else:  # they event_arrived together: each gets its share
+            else:  # they arrived together: each gets its share
                 for _ in range(tokens):
                     self._metrics.between.observe((now_s - before_s) / tokens)
 

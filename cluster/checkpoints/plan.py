@@ -35,7 +35,7 @@ from transformers.core_model_loading import (
 )
 
 from ...actors.engine.model.architecture import from_config
-from ...actors.engine.model.model import quiet_logger
+from ...actors.engine.model.model import TORCH_TYPES, quiet_logger
 from ...actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ...errors import CheckpointError, UnsupportedModelError
 from ..host import shown
@@ -46,27 +46,7 @@ from .weight_files import INDEX, OTHER_CONFIG, TensorEntry, read_bytes
 
 BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
 _ROWS = 128  # of quantized matrices: those of a block of FP8
-
-_TORCH_TYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-_TYPE_CODES = {dtype: code for code, dtype in _TORCH_TYPES.items()}
+_TYPE_CODES = {dtype: code for code, dtype in TORCH_TYPES.items()}
 
 
 def type_code(dtype: torch.dtype) -> str:
@@ -85,7 +65,7 @@ def read_rows(entry: Entry, start: int, stop: int) -> torch.Tensor:
     if isinstance(entry, QuantizedEntry):
         return torch.from_numpy(np.ascontiguousarray(entry.dequantized(start, stop)))
     shape = (stop - start, *entry.spec.shape[1:]) if entry.spec.shape else ()
-    dtype = _TORCH_TYPES[entry.spec.dtype]
+    dtype = TORCH_TYPES[entry.spec.dtype]
     data = read_bytes(entry, start * entry.row_nbytes, (stop - start) * entry.row_nbytes)
     return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
@@ -537,7 +517,7 @@ def _check_numbering(group: Group) -> None:
 
 
 def _meta(entry: Entry) -> torch.Tensor:
-    return torch.empty(entry.spec.shape, dtype=_TORCH_TYPES[entry.spec.dtype], device="meta")
+    return torch.empty(entry.spec.shape, dtype=TORCH_TYPES[entry.spec.dtype], device="meta")
 
 
 def _refuse_unexpected_experts(model: PreTrainedModel, unexpected: list[str]) -> None:

@@ -3,7 +3,7 @@
 //
 // Rule for a group of n weights w of one output, at b bits: from a few clipped ranges around the mean, turns of nearest
 // codes c and the least squares line w ~= scale * c + offset; the best line wins, in float16. At 1 bit that is Lloyd's
-// 2-means. At 8 bits the range itself. kernels/quantize.py has the same rule in torch (`fit_group`), for GPTQ.
+// 2-means. At 8 bits the range itself. GPTQ (kernels/quantize.py) fits its groups by the same code.
 //
 // A block of 32 neurons of gate and up, or a group of neurons of down, is one job. Results do not depend on the number
 // of threads. Cost: 9 to 25 turns of about 8 instructions for 16 weights.

@@ -1,4 +1,4 @@
-"""docs/write-a-policy.md and write-a-prefetch-policy.md work as written: their files are written, their commands run.
+"""docs/write-a-policy.md, and the two pages after it, work as written: their files are written, their commands run.
 
 In a folder outside of the tree.
 """
@@ -18,7 +18,7 @@ from tiermoe.cluster.config import default_model_dir, load_policy
 pytestmark = pytest.mark.slow  # four commands, each of which starts Ray
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
-_PAGES = ("write-a-policy.md", "write-a-prefetch-policy.md")
+_PAGES = ("write-a-policy.md", "write-a-prefetch-policy.md", "write-a-rule.md")
 _DOCUMENT = "\n".join((_DOCS / page).read_text(encoding="utf-8") for page in _PAGES)
 _FILES = re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```", _DOCUMENT, re.DOTALL)
 _COMMANDS = re.findall(r"<!-- run -->\n```bash\n(.*?)```", _DOCUMENT, re.DOTALL)
@@ -37,8 +37,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.timeout(600)
 def test_the_walk_through_as_written(folder: Path) -> None:
     """In the engine on the CPU stand-in (`tiermoe run`) and in the simulated executor (`tiermoe replay`)."""
-    assert len(_FILES) == 4
-    assert len(_COMMANDS) == 3
+    assert len(_FILES) == 6
+    assert len(_COMMANDS) == 4
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-e", "-c", "\n".join(_COMMANDS)], cwd=folder, env=os.environ | {"PATH": path}, capture_output=True,
@@ -48,7 +48,7 @@ def test_the_walk_through_as_written(folder: Path) -> None:
     assert (folder / "trace").is_dir()
     rows = [re.split(r"\s{2,}", line) for line in done.stdout.splitlines() if line.endswith(" ms")]
     times = {row[0]: row[-1] for row in rows}
-    assert set(times) == {"fifo", "successor", "on-demand", "next-gate"}
+    assert set(times) == {"fifo", "drop-lightest", "successor", "on-demand", "next-gate"}
     assert len(set(times.values())) == len(times)  # a trace of five decoded tokens ranked none of them
 
 

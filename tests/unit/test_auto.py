@@ -1,4 +1,4 @@
-"""The planner of `auto`: decisions to the letter, against brute force, and the formulas of its first simulation."""
+"""The planner of `auto`: decisions to the letter, against brute force, and a worker beside a busy link."""
 
 from __future__ import annotations
 
@@ -544,11 +544,11 @@ def test_numbers_out_of_range_are_refused(call: object, match: str) -> None:
         call(auto())  # type: ignore[operator]
 
 
-# -- against brute force, and the first simulation ---------------------------------------------------------------------
+# -- against brute force -----------------------------------------------------------------------------------------------
 
 
 def near_end(t0: float, work: float, busy: float, c: float, c_busy: float) -> float:
-    """As the first simulation's `cpu_end`: work begun at t0, the link busy until `busy`."""
+    """When work ends that began at t0: each part takes c, or c_busy while the link is busy, until `busy`."""
     if work <= 0:
         return t0
     if busy <= t0:

@@ -14,9 +14,9 @@ from tiermoe.cluster import attach
 from tiermoe.cluster.jobs.bench import nodes
 from tiermoe.cluster.jobs.bench.cases import Serve
 from tiermoe.cluster.jobs.bench.load import Conversation, Load
+from tiermoe.cluster.jobs.bench.process_log import ProcessLog
 from tiermoe.cluster.jobs.bench.serve import measured
 from tiermoe.cluster.jobs.bench.targets import Target
-from tiermoe.cluster.jobs.bench.timeline import Timeline
 from tiermoe.errors import ConfigError
 
 
@@ -104,14 +104,14 @@ def test_a_target_that_has_ended_is_asked_no_more() -> None:
                 gate.set()
             return found
 
-        timeline, loads = Timeline(None), [Load((Conversation("x"),), 2, clients=clients) for clients in (1, 2)]
-        cells = measured(Target("a", server.url, "words", look=look), loads, 3, timeline)
+        log, loads = ProcessLog(None), [Load((Conversation("x"),), 2, clients=clients) for clients in (1, 2)]
+        cells = measured(Target("a", server.url, "words", look=look), loads, 3, log)
     assert [(len(cell.repetitions), cell.ended) for cell in cells] == [(1, "it was ended"), (0, "it was ended")]
-    (lost,) = timeline.as_dict()["lost"]
+    (lost,) = log.as_dict()["lost"]
     assert (lost["worker"], lost["what"]) == ("a", "it was ended")
 
 
-def test_a_timeline_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def sample(worker: str, at_s: float, pid: int = 1, restarts: int = 0, **more: Any) -> attach.Sample:
         given = {"rss_bytes": 2**21, "cpu_s": at_s / 2, "counters": {}, "peers": {}} | more
         kind = worker.partition("/")[0]
@@ -137,10 +137,10 @@ def test_a_timeline_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.Mo
     monkeypatch.setattr(attach, "samples", samples)
     monkeypatch.setattr(nodes, "node_facts", lambda: [{"node": "10.0.0.1"}])
     monkeypatch.setattr(nodes, "living_nodes", lambda: looks[0][1] if state[0] is None else state[0][1])
-    timeline = Timeline("abcdef")
+    log = ProcessLog("abcdef")
     for _ in looks:
-        timeline.look()
-    found = timeline.as_dict()
+        log.look()
+    found = log.as_dict()
     assert [(one["worker"], one["node"], one["what"]) for one in found["lost"]] == [
         ("ndp/0", "10.0.0.1", "it is restarting"), ("ndp/0", "10.0.0.1", "serves; restarts: 1"),
         ("ndp/1", "10.0.0.1", "joined"), ("", "10.0.0.2", "node lost"), ("ndp/1", "10.0.0.1", "ended"),

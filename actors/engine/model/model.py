@@ -148,11 +148,11 @@ def replaced_layers(handles: Iterable[int], layer: ExpertLayer) -> Iterator[None
 
 RouterProbe = Callable[[torch.Tensor], torch.Tensor]
 
-_TYPES = {
+TORCH_TYPES: dict[str, torch.dtype] = {  # by safetensors' codes: those of `store.format.ITEM_BYTES`
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "U16": torch.uint16, "I16": torch.int16,
     "F16": torch.float16, "BF16": torch.bfloat16, "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
-    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 
 
@@ -253,9 +253,7 @@ def _mapped_dense(file: FileView) -> dict[str, torch.Tensor]:
     path, pages = Path(file.path), file.pages(REBUILD, writable=True)  # a model may write to its buffers
     found = {}
     for spec in read_header(path, problem)[1]:
-        if spec.dtype not in _TYPES:
-            raise problem(f"{path}: tensor {spec.name!r} has type {spec.dtype!r}")
-        kind = _TYPES[spec.dtype]
+        kind = TORCH_TYPES[spec.dtype]
         data = memoryview(pages)[spec.offset : spec.offset + spec.nbytes]
         if not spec.nbytes:
             found[spec.name] = torch.empty(spec.shape, dtype=kind)

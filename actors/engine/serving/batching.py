@@ -272,7 +272,7 @@ def _batching_config(model: Any, kv: KvSettings) -> ContinuousBatchingConfig:
     )
 
 
-# what transformers' paged cache does not hold, by the kind of a layer; first those that keep requests apart (`rows`)
+# what transformers' paged cache does not hold, by the kind of a layer; of several kinds the first here is said
 _NOT_PAGED = {
     "indexed_attention": "its layers attend to keys that an index of their own chooses",
     "minimax_m3_sparse": "its layers attend to keys that an index of their own chooses",

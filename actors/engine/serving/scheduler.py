@@ -112,7 +112,7 @@ class StepScheduler(FIFOScheduler):
             allocator.mark_complete_blocks(state.request_id, tokens, len(tokens) // allocator.tokens_per_page)
 
     def feed_again(self) -> None:
-        """Drop the keys of requests whose next forward feeds all of their tokens (`SequenceLengths.is_anew`)."""
+        """Drop the keys of requests whose next forward feeds all of their tokens (`SequenceLengths.anew_in`)."""
         for state in list(self.active_requests.values()):
             if state.status == RequestStatus.DECODING and self.is_anew(state):
                 self.finish_request(state.request_id)

@@ -1,6 +1,6 @@
 """`tiermoe bench serve`: loads on a server, and what came of them.
 
-    a target (`targets.py`), loads (`load.py`) x repetitions, in turn  ->  rows, timeline, page
+    a target (`targets.py`), loads (`load.py`) x repetitions, in turn  ->  rows, what each process did, page
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from .load import (
     read_schedule,
 )
 from .metrics import Report, advancing, interval95, rounded
+from .process_log import ProcessLog
 from .serving import heldout_texts
 from .targets import Target, at_url, attached_to, placed
-from .timeline import Timeline
 
 _STREAMS = (1, 4, 8, 16)  # where none are given
 _OF_CLIENT, _OF_OPEN_LOOP = 2, 30  # requests, where no number is given
@@ -110,12 +110,12 @@ def serve(options: Serve, progress: Progress | None) -> Report:
     loads_of(options, given or (Conversation("made once there is a tokenizer"),), schedule_s, None)  # refuses early
     with _target(options) as target:
         loads = loads_of(options, given, schedule_s, target.tokenizer)
-        timeline = Timeline(target.deployment)
-        cells = measured(target, loads, options.repeats, timeline, progress)
-    return report_of(options, cells, timeline)
+        log = ProcessLog(target.deployment)
+        cells = measured(target, loads, options.repeats, log, progress)
+    return report_of(options, cells, log)
 
 
-def report_of(options: Serve, cells: Sequence[Cell], timeline: Timeline) -> Report:
+def report_of(options: Serve, cells: Sequence[Cell], log: ProcessLog) -> Report:
     """The report of measured cells; `as_dict` has every request, and what every process did each second."""
     target, limits = cells[0].target, Limits(options.slo_ttft_ms, options.slo_tpot_ms)
     fixed = {"model": Path(target.model).name, "prompts_repeat": _repeats(cells)}
@@ -127,43 +127,43 @@ def report_of(options: Serve, cells: Sequence[Cell], timeline: Timeline) -> Repo
     report.settings["streams"] = [load.clients for load in loads if load.clients]
     report.shown = tuple(name for name in _SHOWN if any(name in row for row in report.rows))
     report.figures = rounded({
-        "plan": dict(target.plan), **timeline.as_dict(), "clients": _clients(cells, timeline.begun_s),
-        "all_requests": [_request(cell, number, one, timeline.begun_s) for cell in cells
+        "plan": dict(target.plan), **log.as_dict(), "clients": _clients(cells, log.begun_s),
+        "all_requests": [_request(cell, number, one, log.begun_s) for cell in cells
                          for number, repetition in enumerate(cell.repetitions) for one in repetition],
     })  # fmt: skip
     return report
 
 
 def measured(
-    target: Target, loads: Sequence[Load], repeats: int, timeline: Timeline, progress: Progress | None = None
+    target: Target, loads: Sequence[Load], repeats: int, log: ProcessLog, progress: Progress | None = None
 ) -> list[Cell]:
     """Every load, in turn; a target that has ended is asked no more.
 
     Args:
-        timeline: looked at each second, as the target is.
+        log: looked at each second, as the target is.
     """
     cells, ended = [Cell(target, load) for load in loads], None
     advance = advancing(progress, "repetitions", repeats * len(cells))
     for repetition in range(repeats):
         for cell in cells:
             if ended is None:
-                requests, ended = _driven(target, cell.load, repetition, timeline)
+                requests, ended = _driven(target, cell.load, repetition, log)
                 cell.repetitions.append(requests)
                 if ended is not None:
-                    timeline.note(target.name, ended)
+                    log.note(target.name, ended)
             cell.ended = ended
             advance()
     return cells
 
 
-def _driven(target: Target, load: Load, repetition: int, timeline: Timeline) -> tuple[list[Answered], str | None]:
+def _driven(target: Target, load: Load, repetition: int, log: ProcessLog) -> tuple[list[Answered], str | None]:
     """A repetition's requests, and why the target has ended, if it has."""
     driving, ended, next_s = _Driving(target, load, repetition), None, time.monotonic()
     driving.start()
     try:
         while driving.is_alive() and ended is None:
             ended = target.look()
-            timeline.look()
+            log.look()
             next_s = max(next_s + _LOOK_S, time.monotonic())
             driving.join(next_s - time.monotonic())
     finally:

@@ -29,7 +29,10 @@ _PANELS = (
     Panel(title="resident memory", source="workers", x="t_s", y="rss_mib", series="worker", from_zero=True,
           x_label="s", y_label="MiB"),
 )  # fmt: skip
-_SHARES = ("total_io_s", "busy_s", "blocked_io_s", "ndp_wait_s", "shard_wait_s")  # of a process's time
+_SHARES = {  # counters of seconds as shares of a process's time, by column
+    "link": "total_io_s", "busy": "busy_s", "waits for copies": "blocked_io_s", "for NDP": "ndp_wait_s",
+    "for GPUs": "shard_wait_s",
+}  # fmt: skip
 _PERCENTILES = ("ttft", "tpot", "e2e")
 
 
@@ -122,8 +125,8 @@ def _nodes(record: Record) -> list[str]:
 
 def _workers(record: Record) -> list[str]:
     """Means over the seconds of each process; memory at most."""
-    head = ("worker", "node", "rows/s", "loaded (MB/s)", "link", "busy", "waits for copies", "for NDP", "for GPUs",
-            "host", "hit, waited, loaded, near data, other GPU", "processor", "memory (MiB)")  # fmt: skip
+    head = ("worker", "node", "rows/s", "loaded (MB/s)", *_SHARES, "host", "hit, waited, loaded, near data, other GPU",
+            "processor", "memory (MiB)")  # fmt: skip
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in record["workers"]:
         groups.setdefault((row["worker"], row["node"]), []).append(row)
@@ -138,7 +141,7 @@ def _workers(record: Record) -> list[str]:
         ways = (", ".join(f"{statistics.fmean(s[way] for s in shares):.0%}" for way in shares[0]) if shares else "")
         body.append((
             worker, node, _blank(mean("rows"), "{:.0f}"), _blank(loaded / 1e6, "{:.1f}"),
-            *(_blank(mean(name), "{:.0%}") for name in _SHARES),
+            *(_blank(mean(name), "{:.0%}") for name in _SHARES.values()),
             _blank(statistics.fmean(row.get("host", 0.0) for row in rows), "{:.0%}"), ways,
             f"{statistics.fmean(row['cpu'] for row in rows):.2f}", f"{max(row['rss_mib'] for row in rows):.0f}",
         ))  # fmt: skip

@@ -28,9 +28,9 @@ from .cases import Serve
 from .cells import Journal
 from .load import Limits, read_conversations, read_schedule
 from .metrics import Report, Spread, advancing, paired, rounded
+from .process_log import ProcessLog
 from .serve import loads_of, measured
 from .targets import placed
-from .timeline import Timeline
 
 if TYPE_CHECKING:
     from ...attach import Sample
@@ -247,16 +247,16 @@ def visited(config: RunConfig, loads: Sequence[Serve], repetition: int) -> Itera
             (load,) = loads_of(options, given, schedule_s, target.tokenizer)
             if load.warmup:  # before its own counters are read
                 warm = replace(load, first=options.repeats * load.requests, requests=load.warmup, warmup=0)
-                measured(target, [warm], 1, Timeline(None))
+                measured(target, [warm], 1, ProcessLog(None))
             own = replace(load, first=repetition * load.requests, warmup=0)
-            timeline, before = Timeline(target.deployment), samples(target.deployment)
-            (cell,) = measured(target, [own], 1, timeline)
+            log, before = ProcessLog(target.deployment), samples(target.deployment)
+            (cell,) = measured(target, [own], 1, log)
             row = cell.row(Limits(options.slo_ttft_ms, options.slo_tpot_ms))
             if "refused" in row:
                 raise rebuilt(row["error"], row["refused"])
             figures = {key: value for key, value in row.items() if _is_number(value) or key in ("errors", "ended")}
             figures |= counted(before, samples(target.deployment))
-            yield figures | {"executor": target.executor, "lost": timeline.as_dict()["lost"]}
+            yield figures | {"executor": target.executor, "lost": log.as_dict()["lost"]}
 
 
 def counted(before: Sequence[Sample], after: Sequence[Sample]) -> Figures:

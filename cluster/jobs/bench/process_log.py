@@ -1,4 +1,7 @@
-"""What the processes of a deployment did while it was measured, second by second, and what was lost and when."""
+"""What the processes of a deployment did while it was measured, second by second, and what was lost and when.
+
+Rises of counters; copies and waits one by one are in the timeline of a lead (`actors.engine.stats.Timeline`).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
 _WAITS = ("blocked_io_s", "ndp_wait_s", "shard_wait_s")  # of a lead's steps; the rest is the host's
 
 
-class Timeline:
+class ProcessLog:
     """Asks all processes of a deployment at each look; what does not answer is named, and the next look goes on.
 
     Args:
@@ -50,14 +53,14 @@ class Timeline:
             before = self._before.get(name)
             if before is None:
                 if not first:
-                    self._lose(t_s, "joined", sample)
+                    self._changed(t_s, "joined", sample)
             elif (before.restarts, before.problem) != (sample.restarts, sample.problem):
-                self._lose(t_s, sample.problem or f"serves; restarts: {sample.restarts}", sample)
+                self._changed(t_s, sample.problem or f"serves; restarts: {sample.restarts}", sample)
             rates = None if before is None else sample.since(before)
             if rates is not None:
                 self._add(t_s, sample, rates)
         for name in self._before.keys() - found.keys():
-            self._lose(t_s, "ended", self._before[name])
+            self._changed(t_s, "ended", self._before[name])
         self._before = found
         alive = living_nodes()
         for node, address in (self._alive | alive).items():
@@ -81,7 +84,7 @@ class Timeline:
         workers, peers = (_without_zeros(rows) for rows in (self._workers, self._peers))
         return {"nodes": self._nodes, "workers": workers, "peers": peers, "lost": self._lost}
 
-    def _lose(self, t_s: float, what: str, sample: Sample) -> None:
+    def _changed(self, t_s: float, what: str, sample: Sample) -> None:
         self._lost.append({"t_s": t_s, "worker": sample.worker, "node": sample.host or "", "what": what})
 
     def _add(self, t_s: float, sample: Sample, rates: SampleRates) -> None:
