@@ -15,7 +15,7 @@ from tiermoe.cluster.config import RunConfig
 from tiermoe.cluster.jobs.bench.cases import Serve
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
 from tiermoe.cluster.jobs.bench.sweep import Sweep, baseline_of, cells_of, counted, read_sweep, run_sweep
-from tiermoe.errors import ConfigError, RuntimeFailure
+from tiermoe.errors import ConfigError, RequestError, RuntimeFailure
 
 TWO = {"cells": [{"cluster.shards": [1, 2], "load.streams": [1, 8]}], "baseline": {"cluster.shards": 1}, "repeats": 2}
 
@@ -78,14 +78,20 @@ def test_a_product_of_each_group_is_the_cells() -> None:
         ({"cells": [{"load.policy": "auto"}]}, "a load has no 'policy'"),
         ({"cells": [{"load.streams": 0}]}, "streams"),
         ({"cells": [{"load.streams": 1, "load.rate": 2}]}, "--streams and --rate"),
-        ({"cells": [{"budget": ["0.5", "0.5"]}]}, "has the cell 'budget 0.5' twice"),
+        ({"cells": [{"budget": ["0.5", "0.5"], "load.streams": 1}]}, "has the cell 'budget 0.5, load.streams 1' twice"),
+        ({"cells": [{"load.streams": 1, "load.store": "there"}]}, "a load has no 'store'"),
+        ({"cells": [{"budget": "0.5"}]}, "does not say when requests come"),
+        ({"cells": [{"load.streams": 1, "budget": []}]}, "'budget' has no value"),
+        ({"cells": [{"load.streams": 1}], "baseline": {"budget": "0.5"}}, "no cell is the baseline 'budget 0.5'"),
+        ({"cells": [{"load.streams": 1, "load.prompts": "nowhere"}]}, "'nowhere' cannot be read"),
+        ({"cells": [{"load.schedule": "nowhere"}]}, "'nowhere' cannot be read"),
         ({"cells": [{}], "repeats": 0}, "repeats"),
         ({"cells": [{}], "config": "nowhere.yaml"}, "nowhere.yaml"),
     ],
 )
 def test_what_is_malformed_is_refused_before_anything_runs(content: dict[str, Any], said: str, tmp_path: Path) -> None:
     (file := tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, RequestError), match=said):
         cells_of(read_sweep(file))
 
 

@@ -34,6 +34,7 @@ from .metrics import Report, fill_report_page
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
 
+_OF_SWEEP = ("rows", "refused")  # blocks of its page
 PageOut = Annotated[
     Path | None, typer.Option(help="FILE.json: write the object; a folder: write page, data and plots.")
 ]
@@ -193,7 +194,8 @@ def sweep(
 
     def written(report: Report) -> None:
         if folder is not None:
-            fill_report_page(folder / f"{file.stem}.md", report)
+            blank = f"# {file.stem}\n\n" + "\n".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in _OF_SWEEP)
+            fill_report_page(folder / f"{file.stem}.md", report, blank)
         if not report.refused:  # else the same command tries again what failed
             journal.discard()
 

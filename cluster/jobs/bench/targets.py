@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ....errors import RuntimeFailure, TierMoeError, told
+from ....errors import ConfigError, RuntimeFailure, TierMoeError, told
 from ...api.keys import read_keys
 from ...api.origins import Access
 from ...api.settings import ApiSettings
@@ -23,6 +23,7 @@ from ...registry import Registry
 from ...report.steps import LastStart, Steps
 from ..ending import BoundedEnd
 from ..options import attached, checked_settings, deployed
+from .load import connecting
 
 if TYPE_CHECKING:
     from ...deploy import Deployment
@@ -62,20 +63,21 @@ def at_url(url: str, model_name: str | None = None, key_file: Path | None = None
         url: with or without /v1. model_name: None: the first model that it lists. key_file: its first key is sent.
 
     Raises:
-        RuntimeFailure: it does not list its models. ConfigError: the key file cannot be read.
+        RuntimeFailure: it does not list its models. ConfigError: the key file cannot be read, or this is no URL.
     """
     import httpx
 
-    url = url.rstrip("/").removesuffix("/v1")
+    url, remedy = url.rstrip("/").removesuffix("/v1"), "give the URL of a server that speaks OpenAI's protocol"
     key = None if key_file is None else read_keys(key_file)[0].secret.decode()
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_ANSWER_S)
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_ANSWER_S, **connecting(url))
         answer.raise_for_status()
         listed = [str(model["id"]) for model in answer.json()["data"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         what = f"no server lists its models at {url}/v1/models ({type(error).__name__}: {error})"
-        raise RuntimeFailure(what.splitlines()[0], "give the URL of a server that speaks OpenAI's protocol") from error
+        no_url = isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol)
+        raise (ConfigError if no_url else RuntimeFailure)(what.splitlines()[0], remedy) from error
     if model_name is None and not listed:
         raise RuntimeFailure(f"the server at {url} lists no model", "give its name with --model-name")
     return Target(url, url, model_name or listed[0], key)
@@ -178,4 +180,3 @@ def _server(
                 http.look()  # one that does not serve is in the answers
 
             yield server_socket.url, look
-
