@@ -14,7 +14,9 @@ from tiermoe.cluster import attach
 from tiermoe.cluster.jobs.bench import nodes
 from tiermoe.cluster.jobs.bench.cases import Serve
 from tiermoe.cluster.jobs.bench.load import Conversation, Load
+from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.serve import measured
+from tiermoe.cluster.jobs.bench.serve_page import write_page
 from tiermoe.cluster.jobs.bench.targets import Target
 from tiermoe.cluster.jobs.bench.timeline import Timeline
 from tiermoe.errors import ConfigError
@@ -111,7 +113,7 @@ def test_a_target_that_has_ended_is_asked_no_more() -> None:
     assert (lost["worker"], lost["what"]) == ("a", "it was ended")
 
 
-def test_a_timeline_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeline_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def sample(worker: str, at_s: float, pid: int = 1, restarts: int = 0, **more: Any) -> attach.Sample:
         given = {"rss_bytes": 2**21, "cpu_s": at_s / 2, "counters": {}, "peers": {}} | more
         kind = worker.partition("/")[0]
@@ -119,6 +121,7 @@ def test_a_timeline_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.Mo
 
     def lead(at_s: float) -> attach.Sample:
         counters = {"step_s": at_s, "blocked_io_s": 0.25 * at_s, "hits": 3 * at_s, "misses": at_s, "never": 0.0}
+        counters["bytes_loaded_demand"] = 8e6 * max(0.0, at_s - 3)  # from then on
         return sample("lead", at_s, counters=counters, peers={"ndp/0": {"rows_sent": 10 * at_s}})
 
     looks = [
@@ -146,8 +149,26 @@ def test_a_timeline_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.Mo
         ("ndp/1", "10.0.0.1", "joined"), ("", "10.0.0.2", "node lost"), ("ndp/1", "10.0.0.1", "ended"),
     ]  # fmt: skip
     first = next(row for row in found["workers"] if row["worker"] == "lead")
-    assert first["rates"] == {"step_s": 1.0, "blocked_io_s": 0.25, "hits": 3.0, "misses": 1.0}
+    counted = {"step_s": 1.0, "blocked_io_s": 0.25, "hits": 3.0, "misses": 1.0, "bytes_loaded_demand": 0.0}
+    assert first["rates"] == counted
     assert (first["cpu"], first["rss_mib"], first["host"], first["node"]) == (0.5, 2.0, 0.75, "10.0.0.1")
     assert (first["shares"]["hit"], first["shares"]["loaded"]) == (0.75, 0.25)
     assert [row["worker"] for row in found["workers"]] == ["lead", "lead", "lead", "ndp/0"]  # not across a restart
     assert [(row["peer"], row["rates"]) for row in found["peers"]] == [("ndp/0", {"rows_sent": 10.0})] * 3
+    assert [row["over_s"] for row in found["workers"]] == [2.0, 1.0, 1.0, 1.0]
+    report = Report("serve", "emulated", settings={"model": "m"}, figures={**found, "nodes": [], "clients": []})
+    write_page(tmp_path / "serve.md", report)
+    page = (tmp_path / "serve.md").read_text()
+    lead = next(line for line in page.splitlines() if line.startswith("| lead | 10.0.0.1 |"))
+    assert "|  | 4.0 |  |  | 25% |" in lead  # MB/s over four seconds, not over three rows
+    assert "| 10.0.0.2 | node lost |" in page
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_short_run_has_its_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last look is behind the last answer: a run of one second has rates, and what was lost in it."""
+    looks, timeline = list[int](), Timeline(None)
+    with fake_openai() as server:
+        monkeypatch.setattr(timeline, "look", lambda: looks.append(len(server.asked)))
+        measured(Target("a", server.url, "words"), [Load((Conversation("x"),), 4, clients=1)], 2, timeline)
+    assert looks[-1] == 8

@@ -179,18 +179,15 @@ def sweep(
     check: Check = False,
 ) -> None:
     """What a cluster serves by configuration and load: deploys each cell in turn; run again, it resumes."""
-    from ...host import cpu, versions
     from .cells import Journal
-    from .sweep import cells_of, read_sweep, run_sweep, visited
+    from .sweep import cells_of, fingerprint, read_sweep, run_sweep, visited
 
     chosen = read_sweep(file)
     cells = cells_of(chosen)
     result, folder = file_or_folder(out)
     if folder is not None:
         result = folder / f"{file.stem}.json"
-    fingerprint = {**chosen.model_dump(mode="json"), "hardware": cpu(), "versions": versions(),
-                   "configuration": [cell.config.model_dump(mode="json") for cell in cells]}  # fmt: skip
-    journal = Journal(result, fingerprint)
+    journal = Journal(result, fingerprint(chosen, cells))
 
     def written(report: Report) -> None:
         if folder is not None:

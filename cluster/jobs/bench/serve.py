@@ -151,6 +151,8 @@ def measured(
                     timeline.note(target.name, ended)
             cell.ended = ended
             advance()
+    if ended is None:
+        timeline.look()  # the seconds since the last one, and what was lost in them
     return cells
 
 

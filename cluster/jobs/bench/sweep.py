@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from rich.progress import Progress
 from ....actors.base_settings import Settings
 from ....errors import ConfigError, TierMoeError, rebuilt
 from ...config import RunConfig, load_run_config
+from ...host import cpu, versions
 from ...report.results import refused_row
 from ...yaml_file import explain, merged, read_yaml
 from ..ending import signalled
@@ -134,7 +136,7 @@ def _config(sweep: Sweep, values: Mapping[str, Any]) -> RunConfig:
 
 
 def _load(sweep: Sweep, values: Mapping[str, Any]) -> Serve:
-    """Raises ConfigError, RequestError: an unknown option or malformed value, one that is of the runtime, or a file."""
+    """Raises ConfigError, RequestError: an unknown option, malformed value or file, or an option of the runtime."""
     given = sweep.load | {key: value for key, value in values.items() if value is not None}
     known = Serve.model_fields.keys() - _NOT_OF_LOADS
     if unknown := sorted(given.keys() - known):
@@ -153,6 +155,19 @@ def _load(sweep: Sweep, values: Mapping[str, Any]) -> Serve:
 
 def _has(cell: SweepCell, values: Mapping[str, Any]) -> bool:
     return all(cell.values.get(key) == value for key, value in values.items())
+
+
+def fingerprint(sweep: Sweep, cells: Sequence[SweepCell]) -> dict[str, Any]:
+    """All that changes a figure, by name: also what the files hold that the sweep names."""
+    names: set[str] = set()
+    for cell in cells:
+        given = cell.load.prompts, cell.load.schedule, cell.config.policy, cell.config.ndp.hardware
+        names |= {str(name) for name in given if isinstance(name, str | Path)}
+    return {
+        **sweep.model_dump(mode="json"), "hardware": cpu(), "versions": versions(),
+        "configuration": [cell.config.model_dump(mode="json") for cell in cells],
+        "files": {name: sha256(Path(name).read_bytes()).hexdigest() for name in names if Path(name).is_file()},
+    }  # fmt: skip
 
 
 def baseline_of(cell: SweepCell, cells: Sequence[SweepCell], baseline: Mapping[str, Any]) -> SweepCell | None:
