@@ -7,7 +7,6 @@ its function. The package has what a user measures on his machine; in a clone, `
 from __future__ import annotations
 
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from rich.progress import Progress
 from ....errors import ConfigError
 from ...commands import Group
 from ...report.tables import show
-from ..ending import signalled
 from ..options import as_command
 from .cases import Serve, command
 from .clone import in_a_ray_job, load
@@ -140,8 +138,6 @@ def _resumable(result: Path | None) -> Iterator[None]:
         if result is not None and journal_file(result).exists():
             said = f"'{journal_file(result)}' has the finished part: the same command resumes"
             show(Console(stderr=True), said)
-        if (code := signalled()) is not None:
-            sys.exit(code)  # Ray's client makes another one of SIGTERM
         raise
 
 
