@@ -83,6 +83,9 @@ def test_no_server_is_there(command: Any, prompts: Path) -> None:
         ({"url": "u", "policy": "auto"}, "--policy belongs to a runtime"),
         ({"attach": "a", "budget": "0.5"}, "--budget belongs to a runtime"),
         ({"url": "u", "store": "s"}, "--store belongs to a runtime"),
+        ({"prompts": Path("p"), "prompt_tokens": 9}, "--prompt-tokens belongs to prompts that are made"),
+        ({"prompts": Path("p"), "repeated": 0.5}, "--repeated belongs to prompts that are made"),
+        ({"url": "u", "prompts": Path("p"), "model": "m"}, "--model belongs to prompts that are made"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], what: str) -> None:
