@@ -288,6 +288,7 @@ def test_files_of_prompts_and_schedules(tmp_path: Path) -> None:
     ("name", "text", "what"),
     [
         ("a.txt", "\n", "no prompt"), ("a.jsonl", "{", "not JSON"), ("a.jsonl", "[1]", "not a JSON object"),
+        ("a.jsonl", '{"prompt": "\\ud800"}', "surrogates"), ("a.jsonl", '{"a":' + "[" * 9999, "not JSON"),
         ("a.jsonl", "{}", ":1 has no prompt"), ("a.jsonl", '{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}', "no role or content"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": null}]}', "no role or content"),

@@ -493,7 +493,8 @@ def _lines(file: Path) -> list[tuple[int, str]]:
 def _entry(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+        json.dumps(entry, ensure_ascii=False).encode()  # what is sent: half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not JSON: {error}", f"give {_FORM}") from error
     if not isinstance(entry, dict):
         raise RequestError(f"{where} is not a JSON object", f"give {_FORM}")
