@@ -157,8 +157,8 @@ def _of_deployment(
             return told(error)
 
     return Target(
-        f"deployment {deployment}", url, folder.name, executor=str(plan["executor"]), deployment=deployment, plan=plan,
-        tokenizer=folder, look=why_it_ended,
+        f"deployment {deployment}", url, Path(plan["model"]).name, executor=str(plan["executor"]),
+        deployment=deployment, plan=plan, tokenizer=folder, look=why_it_ended,
     )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def _server(
     from ...api.server import HttpServer
     from ...api.server_socket import ServerSocket
 
-    settings = ApiSettings(deployment=deployment, tokenizer=str(folder), model_name=folder.name, request_log="off")
+    settings = ApiSettings(deployment=deployment, tokenizer=str(folder), request_log="off")
     with ServerSocket(_HOST, 0, access=Access((), (), _HOST, keyed=False)) as server_socket:
         server_socket.open(steps.progress)
         steps("starting the HTTP server")
