@@ -70,6 +70,12 @@ def test_no_server_is_there(command: Any, prompts: Path) -> None:
     assert "no server lists its models at http://127.0.0.1:9/v1/models" in err
 
 
+@pytest.mark.parametrize("url", ["localhost:8080", "http://[::1", "http://a:b"])
+def test_what_is_no_url_is_the_user_s_to_correct(url: str, command: Any, prompts: Path) -> None:
+    code, _, err = command("bench", "serve", "--url", url, "--prompts", prompts)
+    assert (code, err.count("\n")) == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("given", "what"),
     [

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import urlsplit
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
@@ -186,11 +185,14 @@ def connecting(url: str) -> dict[str, Any]:
     """Options of httpx for a server: one on this machine is not asked through the proxy that the environment names.
 
     Raises:
-        ValueError: it is no URL.
+        httpx.InvalidURL: it is none. OSError: the environment names certificates that cannot be read.
     """
     import httpx
 
-    return {"trust_env": not is_loopback(urlsplit(url).hostname or ""), "verify": httpx.create_ssl_context()}
+    parts = httpx.URL(url)
+    if not is_loopback(parts.host):
+        return {}
+    return {"trust_env": False} | ({"verify": httpx.create_ssl_context()} if parts.scheme == "https" else {})
 
 
 async def _closed(client: _Client, chosen: Iterator[Conversation], clients: int, found: list[Answered]) -> None:

@@ -74,7 +74,7 @@ def at_url(url: str, model_name: str | None = None, key_file: Path | None = None
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_ANSWER_S, **connecting(url))
         answer.raise_for_status()
         listed = [str(model["id"]) for model in answer.json()["data"]]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, TypeError) as error:
         what = f"no server lists its models at {url}/v1/models ({type(error).__name__}: {error})"
         no_url = isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol)
         raise (ConfigError if no_url else RuntimeFailure)(what.splitlines()[0], remedy) from error
@@ -126,7 +126,13 @@ def placed(config: RunConfig) -> Iterator[Target]:
     """
     config, settings = checked_settings(config)
     notices, last, started = Console(stderr=True), LastStart(_COMMAND, config), list["Deployment"]()
-    with BoundedEnd(lambda: any(one.abandon() for one in started), _TERMINATED) as ending, ExitStack() as stack:
+
+    def force() -> bool:
+        for one in started:
+            Registry().withdraw(one.id)
+        return any(one.abandon() for one in started)
+
+    with BoundedEnd(force, _TERMINATED) as ending, ExitStack() as stack:
 
         def enter(it: Deployment) -> None:
             stack.enter_context(Registry().entered(it.id, it.address, config.ray.address is None))
