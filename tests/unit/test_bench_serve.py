@@ -13,9 +13,9 @@ from fake_openai import fake_openai
 from tiermoe.cluster import attach
 from tiermoe.cluster.jobs.bench import nodes
 from tiermoe.cluster.jobs.bench.cases import Serve
-from tiermoe.cluster.jobs.bench.load import Conversation, Load
+from tiermoe.cluster.jobs.bench.load import UNANSWERED, Answered, Conversation, Limits, Load
 from tiermoe.cluster.jobs.bench.metrics import Report
-from tiermoe.cluster.jobs.bench.serve import measured
+from tiermoe.cluster.jobs.bench.serve import Cell, measured
 from tiermoe.cluster.jobs.bench.serve_page import write_page
 from tiermoe.cluster.jobs.bench.targets import Target
 from tiermoe.cluster.jobs.bench.timeline import Timeline
@@ -120,6 +120,18 @@ def test_a_target_that_has_ended_is_asked_no_more() -> None:
     assert [(len(cell.repetitions), cell.ended) for cell in cells] == [(1, "it was ended"), (0, "it was ended")]
     (lost,) = timeline.as_dict()["lost"]
     assert (lost["worker"], lost["what"]) == ("a", "it was ended")
+
+
+def test_a_repetition_that_an_end_cut_short_is_in_no_mean() -> None:
+    def asked(error: str | None) -> Answered:
+        return Answered(0.0, times_s=[0.5, 1.0], ended_s=1.0, tokens=0 if error else 10, error=error)
+
+    cell = Cell(Target("a", "u", "m"), Load((Conversation("x"),), 2, clients=2), ended="it was ended")
+    cell.repetitions = [[asked(None), asked(None)], [asked("HTTP 503"), asked(None)], [asked(None), asked(UNANSWERED)]]
+    row = cell.row(Limits())
+    assert (row["tokens_per_s"], row["requests"], row["failed"]) == (15.0, 4, 2)  # of 20 and 10
+    del cell.repetitions[:2]
+    assert cell.row(Limits())["tokens_per_s"] == 10.0  # there is no other
 
 
 def test_a_timeline_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

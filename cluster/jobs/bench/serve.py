@@ -27,6 +27,7 @@ from ..local_worker import run_config
 from ..options import checked_config
 from .cases import Serve
 from .load import (
+    UNANSWERED,
     Answered,
     Conversation,
     Limits,
@@ -68,9 +69,12 @@ class Cell:
         return [one for repetition in self.repetitions for one in repetition]
 
     def values(self, limits: Limits) -> dict[str, list[float]]:
-        """Each figure by repetition; repetitions without an answer have none."""
+        """Each figure by repetition. One without an answer has none, nor, if another is whole, one that was cut short:
+        what its clients had begun to read is in no rate.
+        """
+        whole = [one for one in self.repetitions if UNANSWERED not in errors_of(one)]
         found: dict[str, list[float]] = {}
-        for repetition in self.repetitions:
+        for repetition in whole or self.repetitions:
             for name, value in figures_of(repetition, limits).items():
                 found.setdefault(name, []).extend([] if math.isnan(value) else [value])
         return found
