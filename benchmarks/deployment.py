@@ -194,7 +194,8 @@ def _nodes(options: Deployment, count: int) -> Iterator[tuple[RayNodes, float]]:
 def _sweep(
     options: Deployment, model: Model, nodes: RayNodes, work: Path, cells: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """A sweep's file."""
+    """A sweep's file. Its cells are compared with one GPU on these nodes, if that is among them."""
+    one = {key: v for key, v in Point(len(nodes.nodes), 1).cell(()).items() if key != "load.streams"}
     return {
         "config": {
             "model": model.folder, "device": "cpu", "threads": 1, "kv": {"prefix_cache": False},
@@ -206,7 +207,7 @@ def _sweep(
             "prompts": str((work / _PROMPTS).absolute()), "requests": ROUNDS, "max_tokens": TOKENS, "ignore_eos": True,
         },
         "repeats": options.repeats, "cells": list(cells),
-        "baseline": {key: v for key, v in Point(len(nodes.nodes), 1).cell(()).items() if key != "load.streams"},
+        "baseline": one if any(cell.items() >= one.items() for cell in cells) else {},
     }  # fmt: skip
 
 

@@ -56,6 +56,10 @@ def _run(args: list[str] | None) -> None:
     try:
         with guarded():
             app(args=args, prog_name="tiermoe")
+    except SystemExit as error:
+        if error.code and (code := signalled()) is not None:
+            sys.exit(code)  # where a signal comes within a call of Ray's client, that makes another code of it
+        raise
     except OutputClosed:
         sys.exit(_CLOSED)
     except TierMoeError as error:

@@ -82,7 +82,7 @@ def _check(record: dict[str, Any], address: str) -> None:
     """The run went on, and says where the rows went, and what was lost."""
     (row,) = record["rows"]
     assert (row["requests"], row["failed"]) == (12, 0)
-    assert record["executor"] == "emulated"
+    assert (record["executor"], record["settings"]["model"]) == ("emulated", default_model_dir().name)
     (node,) = record["nodes"]
     assert node["hardware"]["cores"] > 0
     workers = {one["worker"] for one in record["workers"]}

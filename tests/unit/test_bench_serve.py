@@ -13,9 +13,11 @@ from fake_openai import fake_openai
 from tiermoe.cluster import attach
 from tiermoe.cluster.jobs.bench import nodes
 from tiermoe.cluster.jobs.bench.cases import Serve
-from tiermoe.cluster.jobs.bench.load import Conversation, Load
+from tiermoe.cluster.jobs.bench.load import UNANSWERED, Answered, Conversation, Limits, Load
+from tiermoe.cluster.jobs.bench.metrics import Report
 from tiermoe.cluster.jobs.bench.process_log import ProcessLog
-from tiermoe.cluster.jobs.bench.serve import measured
+from tiermoe.cluster.jobs.bench.serve import Cell, measured
+from tiermoe.cluster.jobs.bench.serve_page import write_page
 from tiermoe.cluster.jobs.bench.targets import Target
 from tiermoe.errors import ConfigError
 
@@ -68,6 +70,12 @@ def test_no_server_is_there(command: Any, prompts: Path) -> None:
     assert "no server lists its models at http://127.0.0.1:9/v1/models" in err
 
 
+@pytest.mark.parametrize("url", ["localhost:8080", "http://[::1", "http://a:b"])
+def test_what_is_no_url_is_the_user_s_to_correct(url: str, command: Any, prompts: Path) -> None:
+    code, _, err = command("bench", "serve", "--url", url, "--prompts", prompts)
+    assert (code, err.count("\n")) == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("given", "what"),
     [
@@ -81,6 +89,9 @@ def test_no_server_is_there(command: Any, prompts: Path) -> None:
         ({"url": "u", "policy": "auto"}, "--policy belongs to a runtime"),
         ({"attach": "a", "budget": "0.5"}, "--budget belongs to a runtime"),
         ({"url": "u", "store": "s"}, "--store belongs to a runtime"),
+        ({"prompts": Path("p"), "prompt_tokens": 9}, "--prompt-tokens belongs to prompts that are made"),
+        ({"prompts": Path("p"), "repeated": 0.5}, "--repeated belongs to prompts that are made"),
+        ({"url": "u", "prompts": Path("p"), "model": "m"}, "--model belongs to prompts that are made"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], what: str) -> None:
@@ -111,7 +122,19 @@ def test_a_target_that_has_ended_is_asked_no_more() -> None:
     assert (lost["worker"], lost["what"]) == ("a", "it was ended")
 
 
-def test_the_log_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repetition_that_an_end_cut_short_is_in_no_mean() -> None:
+    def asked(error: str | None) -> Answered:
+        return Answered(0.0, times_s=[0.5, 1.0], ended_s=1.0, tokens=0 if error else 10, error=error)
+
+    cell = Cell(Target("a", "u", "m"), Load((Conversation("x"),), 2, clients=2), ended="it was ended")
+    cell.repetitions = [[asked(None), asked(None)], [asked("HTTP 503"), asked(None)], [asked(None), asked(UNANSWERED)]]
+    row = cell.row(Limits())
+    assert (row["tokens_per_s"], row["requests"], row["failed"]) == (15.0, 4, 2)  # of 20 and 10
+    del cell.repetitions[:2]
+    assert cell.row(Limits())["tokens_per_s"] == 10.0  # there is no other
+
+
+def test_the_log_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def sample(worker: str, at_s: float, pid: int = 1, restarts: int = 0, **more: Any) -> attach.Sample:
         given = {"rss_bytes": 2**21, "cpu_s": at_s / 2, "counters": {}, "peers": {}} | more
         kind = worker.partition("/")[0]
@@ -119,6 +142,7 @@ def test_the_log_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.Monke
 
     def lead(at_s: float) -> attach.Sample:
         counters = {"step_s": at_s, "blocked_io_s": 0.25 * at_s, "hits": 3 * at_s, "misses": at_s, "never": 0.0}
+        counters["bytes_loaded_demand"] = 8e6 * max(0.0, at_s - 3)  # from then on
         return sample("lead", at_s, counters=counters, peers={"ndp/0": {"rows_sent": 10 * at_s}})
 
     looks = [
@@ -146,8 +170,26 @@ def test_the_log_has_rates_by_second_and_what_was_lost(monkeypatch: pytest.Monke
         ("ndp/1", "10.0.0.1", "joined"), ("", "10.0.0.2", "node lost"), ("ndp/1", "10.0.0.1", "ended"),
     ]  # fmt: skip
     first = next(row for row in found["workers"] if row["worker"] == "lead")
-    assert first["rates"] == {"step_s": 1.0, "blocked_io_s": 0.25, "hits": 3.0, "misses": 1.0}
+    counted = {"step_s": 1.0, "blocked_io_s": 0.25, "hits": 3.0, "misses": 1.0, "bytes_loaded_demand": 0.0}
+    assert first["rates"] == counted
     assert (first["cpu"], first["rss_mib"], first["host"], first["node"]) == (0.5, 2.0, 0.75, "10.0.0.1")
     assert (first["shares"]["hit"], first["shares"]["loaded"]) == (0.75, 0.25)
     assert [row["worker"] for row in found["workers"]] == ["lead", "lead", "lead", "ndp/0"]  # not across a restart
     assert [(row["peer"], row["rates"]) for row in found["peers"]] == [("ndp/0", {"rows_sent": 10.0})] * 3
+    assert [row["over_s"] for row in found["workers"]] == [2.0, 1.0, 1.0, 1.0]
+    report = Report("serve", "emulated", settings={"model": "m"}, figures={**found, "nodes": [], "clients": []})
+    write_page(tmp_path / "serve.md", report)
+    page = (tmp_path / "serve.md").read_text()
+    lead = next(line for line in page.splitlines() if line.startswith("| lead | 10.0.0.1 |"))
+    assert "|  | 4.0 |  |  | 25% |" in lead  # MB/s over four seconds, not over three rows
+    assert "| 10.0.0.2 | node lost |" in page
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_short_run_has_its_last_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last look is behind the last answer: a run of one second has rates, and what was lost in it."""
+    looks, log = list[int](), ProcessLog(None)
+    with fake_openai() as server:
+        monkeypatch.setattr(log, "look", lambda: looks.append(len(server.asked)))
+        measured(Target("a", server.url, "words"), [Load((Conversation("x"),), 4, clients=1)], 2, log)
+    assert looks[-1] == 8

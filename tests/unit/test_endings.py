@@ -29,6 +29,14 @@ def waits() -> None:
     print("there", flush=True)
     time.sleep(60)
 
+@cli.app.command("exits")
+def exits() -> None:  # as Ray's client does where a signal comes within its calls
+    try:
+        print("there", flush=True)
+        time.sleep(60)
+    except SystemExit:
+        raise SystemExit(1)
+
 @cli.app.command("starts")
 def starts() -> None:
     with BoundedEnd(forced, terminated=143):
@@ -66,11 +74,13 @@ def _started(command: str, ignored: bool) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["as usual", "ignored by the shell"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("command", ["waits", "starts"])
+@pytest.mark.parametrize("command", ["waits", "exits", "starts"])
 def test_a_signal_is_answered_at_once_and_ends_the_command(
     command: str, number: signal.Signals, code: int, ignored: bool
 ) -> None:
-    """Guards a silence of seconds while Ray starts, and `kill -INT` of a background job that did nothing."""
+    """Guards a silence of seconds while Ray starts, `kill -INT` of a background job that did nothing, and the exit code
+    1 of a SIGTERM while actors were placed.
+    """
     with _started(command, ignored) as process:
         process.send_signal(number)
         begin_s = time.monotonic()

@@ -19,6 +19,7 @@ from tiermoe.cluster.jobs.bench.load import (
     Conversation,
     Limits,
     Load,
+    connecting,
     drive,
     errors_of,
     figures_of,
@@ -105,6 +106,77 @@ def test_requests_that_fail_are_errors_by_kind_and_the_others_go_on() -> None:
     figures = figures_of(found, Limits())
     assert figures["tokens_per_s"] / figures["requests_per_s"] == pytest.approx(4.0)
     assert all(math.isnan(value) for value in figures_of(nobody, Limits()).values() if value)  # 0 a second
+
+
+def _asked(*parts: str | bytes, head: str = "200 OK") -> Answered:
+    """One request, answered with these bytes, whose end is the connection's."""
+    begin = f"HTTP/1.1 {head}\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+    body = b"".join(part if isinstance(part, bytes) else f"{part}\n\n".encode() for part in parts)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(asked.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+        writer.write(begin.encode() + body)
+        await writer.drain()
+        writer.close()
+
+    async def ask() -> Answered:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            (one,) = await drive(f"http://127.0.0.1:{port}", "words", Load(_POOL, 1, clients=1))
+            return one
+
+    return asyncio.run(ask())
+
+
+_TEXT, _DONE = 'data: {"choices": [{"text": "a"}]}', "data: [DONE]"
+_COUNT = 'data: {"usage": {"completion_tokens": %s}}'
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "text", "tokens"),
+    [
+        ((_TEXT, _DONE), None, "a", 1),
+        ((_TEXT.replace(": ", ":"), "data:[DONE]"), None, "a", 1),
+        ((": ping", "event: x", _TEXT.replace("]}", "]}\r"), "data: [DONE]\r"), None, "a", 1),
+        (('data: {"choices": [{"text": "a\u2028b\x85c", "finish_reason": "stop"}]}',), None, "a\u2028b\x85c", 1),
+        ((b'data: {"choices": [{"text": "\xff"}]}\n\ndata: [DONE]',), None, "\ufffd", 1),
+        ((_TEXT, _COUNT % '"7"', _DONE), None, "a", 7), ((_TEXT, _COUNT % "null", _DONE), None, "a", 1),
+        ((_TEXT,), "disconnected", "a", 1), ((), "no token", "", 0), ((_DONE,), "no token", "", 0),
+        *(((_TEXT, found, _DONE), "malformed answer", "a", 0) for found in (
+            'data: {"choices": [1]}', 'data: {"choices": {"a": 1}}', 'data: {"choices": [{"delta": "x"}]}',
+            'data: {"choices": [{"text": 5}]}', 'data: {"usage": [1]}', _COUNT % "-7", _COUNT % "1e999",
+            'data: {"usage": {"completion_tokens": 3, "prompt_tokens_details": "x"}}', "data: " + "[" * 9999, "data: x",
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_fails_its_request_alone(
+    parts: tuple[str, ...], error: str | None, text: str, tokens: int
+) -> None:
+    one = _asked(*parts)
+    assert (one.error, one.text, one.tokens) == (error, text, tokens)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"error": {"message": "no model\\n m"}}', "no model m"), ('{"error": "busy"}', "busy"),
+        ("<html>\n  gone\n", "<html> gone"), ("", ""), ('{"detail": "Not Found"}', '{"detail": "Not Found"}'),
+    ],
+)  # fmt: skip
+def test_the_server_s_words_of_an_error_are_kept(body: str, said: str) -> None:
+    one = _asked(body.encode(), head="404 Not Found")
+    assert (one.error, one.said) == ("HTTP 404", said)
+    stream = _asked('data: {"error": {"type": "too\\nlong", "message": "8192 tokens"}}')
+    assert (stream.error, stream.said) == ("stream: too long", "8192 tokens")
+
+
+def test_a_server_here_is_not_asked_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert _asked(_TEXT, _DONE).error is None
+    here = [connecting(f"{url}:1").get("trust_env") for url in ("http://localhost", "http://[::1]", "http://10.0.0.1")]
+    assert here == [False, False, None]
 
 
 def test_pieces_are_counted_where_the_server_does_not_count() -> None:
@@ -215,8 +287,11 @@ def test_files_of_prompts_and_schedules(tmp_path: Path) -> None:
     ("name", "text", "what"),
     [
         ("a.txt", "\n", "no prompt"), ("a.jsonl", "{", "not JSON"), ("a.jsonl", "[1]", "not a JSON object"),
+        ("a.jsonl", '{"prompt": "\\ud800"}', "surrogates"), ("a.jsonl", '{"a":' + "[" * 9999, "not JSON"),
         ("a.jsonl", "{}", ":1 has no prompt"), ("a.jsonl", '{"prompt": "a", "max_tokens": 0}', "max_tokens is 0"),
         ("a.jsonl", '{"messages": [{"role": "user"}]}', "no role or content"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": null}]}', "no role or content"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "no role or content"),
         ("a.jsonl", '{"messages": [{"role": "system", "content": "x"}]}', "no prompt"),
     ],
 )  # fmt: skip
@@ -228,7 +303,7 @@ def test_files_that_mean_nothing_are_refused(name: str, text: str, what: str, tm
         read_schedule(tmp_path / "none")
 
 
-@pytest.mark.parametrize("text", ["", "soon", "nan", '{"time": 3}', '{"at_s": null}'])
+@pytest.mark.parametrize("text", ["", "soon", "nan", '{"time": 3}', f'{{"at_s": 1{"0" * 400}}}', '{"at_s": null}'])
 def test_schedules_that_mean_nothing_are_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "times"
     file.write_text(text)

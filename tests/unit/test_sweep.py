@@ -12,10 +12,19 @@ import yaml
 
 from tiermoe.cluster.attach import Sample
 from tiermoe.cluster.config import RunConfig
+from tiermoe.cluster.jobs.bench import sweep as sweep_module
 from tiermoe.cluster.jobs.bench.cases import Serve
 from tiermoe.cluster.jobs.bench.cells import Journal, journal_file
-from tiermoe.cluster.jobs.bench.sweep import Sweep, baseline_of, cells_of, counted, read_sweep, run_sweep
-from tiermoe.errors import ConfigError, RuntimeFailure
+from tiermoe.cluster.jobs.bench.sweep import (
+    Sweep,
+    baseline_of,
+    cells_of,
+    counted,
+    fingerprint,
+    read_sweep,
+    run_sweep,
+)
+from tiermoe.errors import ConfigError, RequestError, RuntimeFailure
 
 TWO = {"cells": [{"cluster.shards": [1, 2], "load.streams": [1, 8]}], "baseline": {"cluster.shards": 1}, "repeats": 2}
 
@@ -78,14 +87,20 @@ def test_a_product_of_each_group_is_the_cells() -> None:
         ({"cells": [{"load.policy": "auto"}]}, "a load has no 'policy'"),
         ({"cells": [{"load.streams": 0}]}, "streams"),
         ({"cells": [{"load.streams": 1, "load.rate": 2}]}, "--streams and --rate"),
-        ({"cells": [{"budget": ["0.5", "0.5"]}]}, "has the cell 'budget 0.5' twice"),
+        ({"cells": [{"budget": ["0.5", "0.5"], "load.streams": 1}]}, "has the cell 'budget 0.5, load.streams 1' twice"),
+        ({"cells": [{"load.streams": 1, "load.store": "there"}]}, "a load has no 'store'"),
+        ({"cells": [{"budget": "0.5"}]}, "does not say when requests come"),
+        ({"cells": [{"load.streams": 1, "budget": []}]}, "'budget' has no value"),
+        ({"cells": [{"load.streams": 1}], "baseline": {"budget": "0.5"}}, "no cell is the baseline 'budget 0.5'"),
+        ({"cells": [{"load.streams": 1, "load.prompts": "nowhere"}]}, "'nowhere' cannot be read"),
+        ({"cells": [{"load.schedule": "nowhere"}]}, "'nowhere' cannot be read"),
         ({"cells": [{}], "repeats": 0}, "repeats"),
         ({"cells": [{}], "config": "nowhere.yaml"}, "nowhere.yaml"),
     ],
 )
 def test_what_is_malformed_is_refused_before_anything_runs(content: dict[str, Any], said: str, tmp_path: Path) -> None:
     (file := tmp_path / "sweep.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, RequestError), match=said):
         cells_of(read_sweep(file))
 
 
@@ -127,6 +142,42 @@ def test_it_resumes_behind_the_last_finished_visit(tmp_path: Path) -> None:
     assert report.rows == whole.rows
     with pytest.raises(ConfigError, match="other repeats"):
         Journal(out, {"repeats": 3})
+
+
+def test_a_journal_is_of_what_the_named_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("one\ntwo\n")
+    sweep = _sweep(load={"prompts": "words.txt"})
+    before = fingerprint(sweep, cells_of(sweep))
+    Path("elsewhere.txt").write_text("one\n")
+    assert fingerprint(sweep, cells_of(sweep)) == before
+    Path("words.txt").write_text("one\nthree\n")
+    after = fingerprint(sweep, cells_of(sweep))
+    assert [name for name in before if before[name] != after[name]] == ["files"]
+
+
+def test_a_folder_gets_object_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    """Of a sweep that was ended midway, and began again."""
+    (file := tmp_path / "my sweep.yaml").write_text(yaml.safe_dump(TWO))
+    words = "bench", "sweep", file, "--out", tmp_path / "to be made"
+    monkeypatch.setattr(sweep_module, "visited", Cluster(stops_after=1))
+    assert command(*words)[0] == 130
+    monkeypatch.setattr(sweep_module, "visited", Cluster({2: ConfigError("too few | CPUs", "add some")}))
+    code, said, _ = command(*words)
+    assert (code, said.count("refused: ")) == (2, 2)
+    page = tmp_path / "to be made" / "my sweep.md"
+    text = page.read_text()
+    assert "| 1 | 8 | 80.5 | 1 |" in text
+    assert "- refused: cluster.shards 2, load.streams 8: too few | CPUs; add some" in text
+    assert sorted(found.name for found in page.parent.iterdir()) == [
+        "my sweep.json", "my sweep.md", "my sweep.partial.json",
+    ]  # fmt: skip
+    page.write_text(text.replace("# my sweep\n", "# Ours\n\nwhat it means\n"))
+    monkeypatch.setattr(sweep_module, "visited", Cluster())
+    assert command(*words)[0] == 0
+    assert not (page.parent / "my sweep.partial.json").exists()
+    assert "what it means" in page.read_text()
+    assert "refused: " not in page.read_text()
 
 
 def test_a_failed_cell_is_tried_again_by_a_run_that_resumes(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ its function. The package has what a user measures on his machine; in a clone, `
 from __future__ import annotations
 
 import inspect
-import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from rich.progress import Progress
 from ....errors import ConfigError
 from ...commands import Group
 from ...report.tables import show
-from ..ending import signalled
 from ..options import as_command
 from .cases import Serve, command
 from .clone import in_a_ray_job, load
@@ -34,6 +32,7 @@ from .metrics import Report, fill_report_page
 if TYPE_CHECKING:
     from .cells import Cell, Cells, Measured
 
+_OF_SWEEP = ("rows", "refused")  # blocks of its page
 PageOut = Annotated[
     Path | None, typer.Option(help="FILE.json: write the object; a folder: write page, data and plots.")
 ]
@@ -139,8 +138,6 @@ def _resumable(result: Path | None) -> Iterator[None]:
         if result is not None and journal_file(result).exists():
             said = f"'{journal_file(result)}' has the finished part: the same command resumes"
             show(Console(stderr=True), said)
-        if (code := signalled()) is not None:
-            sys.exit(code)  # Ray's client makes another one of SIGTERM
         raise
 
 
@@ -178,22 +175,20 @@ def sweep(
     check: Check = False,
 ) -> None:
     """What a cluster serves by configuration and load: deploys each cell in turn; run again, it resumes."""
-    from ...host import cpu, versions
     from .cells import Journal
-    from .sweep import cells_of, read_sweep, run_sweep, visited
+    from .sweep import cells_of, fingerprint, read_sweep, run_sweep, visited
 
     chosen = read_sweep(file)
     cells = cells_of(chosen)
     result, folder = file_or_folder(out)
     if folder is not None:
         result = folder / f"{file.stem}.json"
-    fingerprint = {**chosen.model_dump(mode="json"), "hardware": cpu(), "versions": versions(),
-                   "configuration": [cell.config.model_dump(mode="json") for cell in cells]}  # fmt: skip
-    journal = Journal(result, fingerprint)
+    journal = Journal(result, fingerprint(chosen, cells))
 
     def written(report: Report) -> None:
         if folder is not None:
-            fill_report_page(folder / f"{file.stem}.md", report)
+            blank = f"# {file.stem}\n\n" + "\n".join(f"<!-- table: {name} -->\n<!-- end -->\n" for name in _OF_SWEEP)
+            fill_report_page(folder / f"{file.stem}.md", report, blank)
         if not report.refused:  # else the same command tries again what failed
             journal.discard()
 

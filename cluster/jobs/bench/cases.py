@@ -117,6 +117,8 @@ class Serve(Options):
         of_runtime, runs = given("policy", "budget", "threads", "link_gbps", "store"), given("attach", "url")
         lone = [] if self.url is not None else given("model_name", "api_key_file")
         lone += [] if self.attach is not None else given("deployment")
+        changed = [name for name in ("prompt_tokens", "repeated") if getattr(self, name) != _default(name)]
+        made = given(*changed, *(["model"] if self.url is not None else []))  # what is of made prompts alone
         refuse_first((
             Refusal(len(targets) > 1, f"{' and '.join(targets[:2])} both name what is measured", "give one of them"),
             Refusal(len(arrivals) > 1, f"{' and '.join(arrivals[:2])} both say when requests come", "give one of them"),
@@ -124,7 +126,13 @@ class Serve(Options):
                     "give its --url or --attach"),
             Refusal(bool(runs and of_runtime), f"{''.join(of_runtime[:1])} belongs to a runtime that is started, and "
                     f"that of {''.join(runs)} runs already", "leave it out, or give --config"),
+            Refusal(bool(made and self.prompts), f"{''.join(made[:1])} belongs to prompts that are made, and those of "
+                    "--prompts are not", "leave one of them out"),
         ))  # fmt: skip
+
+
+def _default(field: str) -> Any:
+    return Serve.model_fields[field].default
 
 
 def _option_name(field: str) -> str:

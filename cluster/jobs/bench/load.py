@@ -10,6 +10,7 @@ same requests at the same times.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -18,11 +19,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from ....errors import ConfigError, RequestError, reason
+from ....proto.options import is_loopback
 from .metrics import Measures
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ REQUEST_S = 300.0  # of one request
 NGRAM = 8  # tokens of a run that a made prompt repeats
 PERCENTS = (50, 99)
 UNANSWERED = "unanswered"  # when the measurement ended
+_CUT = "disconnected"
+_SAID = 200  # characters of what a server says of an error
 _SHIFT = 11  # tokens by which a passage that is taken again begins later
 _COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
 _FORM = 'JSON lines with "prompt" or "messages", or lines of text'
@@ -116,7 +121,7 @@ class Answered:
     arrived_s: when it was due, on the clock `time.perf_counter`; all other times are from then on. sent_s: until it was
     sent. times_s: when its pieces of text came. ended_s: its end. tokens: as the server counts them, or if it does not
     (`counted`), pieces of text. prompt_tokens, cached_tokens: as the server counts them; None: it does not. error: its
-    kind; None: it was answered.
+    kind; None: it was answered. said: what the server said of the error; empty: nothing.
     """
 
     arrived_s: float
@@ -128,6 +133,7 @@ class Answered:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     error: str | None = UNANSWERED
+    said: str = ""
     text: str = ""
 
     @property
@@ -161,7 +167,8 @@ async def drive(
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     # a kept connection that the server closes at that moment would count as a request that it lost
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits, headers=headers) as http:
+    more: dict[str, Any] = {"timeout": None, "limits": limits, "headers": headers} | connecting(url)
+    async with httpx.AsyncClient(base_url=url, **more) as http:
         client = _Client(http, model, load, timeout_s)
         if repetition == 0 and load.warmup:
             warm = itertools.islice(itertools.cycle(load.pool[::-1]), load.warmup)  # the last that are measured
@@ -172,6 +179,20 @@ async def drive(
         else:
             await _open(client, chosen, arrivals_s, found)
     return found
+
+
+def connecting(url: str) -> dict[str, Any]:
+    """Options of httpx for a server: one on this machine is not asked through the proxy that the environment names.
+
+    Raises:
+        httpx.InvalidURL: it is none. OSError: the environment names certificates that cannot be read.
+    """
+    import httpx
+
+    parts = httpx.URL(url)
+    if not is_loopback(parts.host):
+        return {}
+    return {"trust_env": False} | ({"verify": httpx.create_ssl_context()} if parts.scheme == "https" else {})
 
 
 async def _closed(client: _Client, chosen: Iterator[Conversation], clients: int, found: list[Answered]) -> None:
@@ -240,7 +261,7 @@ class _Client:
         except httpx.ConnectError:
             asked.error = "no connection"
         except httpx.HTTPError:
-            asked.error = "disconnected"
+            asked.error = _CUT
         except ValueError:
             asked.error = "malformed answer"
         finally:
@@ -248,40 +269,108 @@ class _Client:
         return asked
 
 
+class _Delta(BaseModel):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(BaseModel):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def new(self) -> str:
+        """The new text of a completion, or of a chat with what it reasons."""
+        delta = self.delta or _Delta()
+        return "".join(filter(None, (self.text, delta.reasoning_content, delta.reasoning, delta.content)))
+
+
+class _Details(BaseModel):
+    cached_tokens: int | None = None
+
+
+class _Usage(BaseModel):
+    completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    prompt_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Error(BaseModel):
+    type: str | int | None = None
+    code: str | int | None = None
+    message: str | None = None
+
+
+class _Event(BaseModel):
+    """One event of a stream, or the body of a refusal."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: _Error | str | None = None
+
+
+def _line(text: str) -> str:
+    """The begin of a server's words, on one line."""
+    return " ".join(text.split())[:_SAID]
+
+
 async def _read(response: httpx.Response, asked: Answered) -> str | None:
-    """Read a stream into `asked`; the kind of its error, or None."""
+    """Read a stream into `asked`; the kind of its error, or None.
+
+    Raises:
+        ValueError: an event is not of OpenAI's protocol.
+    """
     if response.status_code != 200:
-        await response.aread()
+        asked.said = _said((await response.aread()).decode(errors="replace"))
         return f"HTTP {response.status_code}"
-    async for chunk in _chunks(response):
-        if (error := chunk.get("error")) is not None:
-            kind = error.get("type") or error.get("code") if isinstance(error, dict) else None
-            return f"stream: {kind or 'error'}"
-        if text := "".join(map(_text, chunk.get("choices") or ())):
+    whole = False
+    async for data in _events(response):
+        if data == "[DONE]":
+            whole = True
+            continue
+        event = _Event.model_validate_json(data)
+        if event.error is not None:
+            asked.said = _said(data)
+            kind = None if isinstance(event.error, str) else event.error.type or event.error.code
+            return f"stream: {_line(str(kind or 'error'))}"
+        choices = event.choices or ()
+        whole = whole or any(choice.finish_reason for choice in choices)
+        if text := "".join(choice.new for choice in choices):
             asked.times_s.append(time.perf_counter() - asked.arrived_s)
             asked.text += text
-        if usage := chunk.get("usage"):
-            asked.tokens, asked.counted = usage.get("completion_tokens", 0), True
-            asked.prompt_tokens = usage.get("prompt_tokens")
-            asked.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if (usage := event.usage) is not None and usage.completion_tokens is not None:
+            asked.tokens, asked.counted = usage.completion_tokens, True
+            asked.prompt_tokens = usage.prompt_tokens
+            asked.cached_tokens = (usage.prompt_tokens_details or _Details()).cached_tokens
     if not asked.counted:
         asked.tokens = len(asked.times_s)
     if not asked.times_s and asked.tokens:  # tokens without text
         asked.times_s.append(time.perf_counter() - asked.arrived_s)
-    return None if asked.tokens else "no token"
+    if not asked.tokens:
+        return "no token"
+    return None if whole else _CUT  # where the end of a connection is the end of an answer, nothing else tells
 
 
-async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
+def _said(body: str) -> str:
+    """What a server says of an error: its message, or all of a body that has none."""
+    with contextlib.suppress(ValidationError):
+        error = _Event.model_validate_json(body).error
+        return _line((error if isinstance(error, str) else error and error.message) or body)
+    return _line(body)
 
 
-def _text(choice: dict[str, Any]) -> str:
-    """The new text of a completion, or of a chat with what it reasons."""
-    delta = choice.get("delta") or {}
-    parts = (choice.get("text"), delta.get("reasoning_content"), delta.get("reasoning"), delta.get("content"))
-    return "".join(part for part in parts if part)
+async def _events(response: httpx.Response) -> AsyncIterator[str]:
+    """The data of each event. A line ends with a line feed; httpx's also end at a U+2028, which JSON may have."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line.removeprefix(b"data:").strip().decode(errors="replace")
+    if rest.startswith(b"data:"):
+        yield rest.removeprefix(b"data:").strip().decode(errors="replace")
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -357,9 +446,12 @@ def read_conversations(file: Path) -> tuple[Conversation, ...]:
             found.append(Conversation(text, max_tokens=most))
             continue
         try:
-            said = tuple((str(message["role"]), str(message["content"])) for message in messages or ())
+            said = tuple((message["role"], message["content"]) for message in messages or ())
+            if not all(isinstance(part, str) for pair in said for part in pair):
+                raise TypeError
         except (KeyError, TypeError) as error:
-            raise RequestError(f"{file}:{number}: a message has no role or content", f"give {_FORM}") from error
+            what = f"{file}:{number}: a message has no role or content that is text"
+            raise RequestError(what, f"give {_FORM}") from error
         if "user" not in (role for role, _ in said):
             raise RequestError(f"{file}:{number} has no prompt", f"give {_FORM}")
         found.append(Conversation(messages=said, max_tokens=most))
@@ -380,7 +472,7 @@ def read_schedule(file: Path) -> tuple[float, ...]:
         entry: Any = _entry(line, f"{file}:{number}") if line.lstrip().startswith("{") else {"at_s": line}
         try:
             at_s = float(entry["at_s"] if "at_s" in entry else entry["timestamp"] * 1e-3)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             at_s = math.nan
         if not math.isfinite(at_s):
             remedy = "give a number of seconds in each line, or JSON lines with at_s or timestamp"
@@ -403,7 +495,8 @@ def _lines(file: Path) -> list[tuple[int, str]]:
 def _entry(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+        json.dumps(entry, ensure_ascii=False).encode()  # what is sent: half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} is not JSON: {error}", f"give {_FORM}") from error
     if not isinstance(entry, dict):
         raise RequestError(f"{where} is not a JSON object", f"give {_FORM}")

@@ -281,14 +281,17 @@ def text_of(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def fill_report_page(page: Path, report: Report) -> None:
-    """Fill the blocks `rows`, `bars` and `printed` of a page, if there is one; raises as `fill_page`."""
-    if not page.exists():
+def fill_report_page(page: Path, report: Report, blank: str = "") -> None:
+    """Fill the blocks `rows`, `refused`, `bars` and `printed` of a page, or of `blank`; raises as `fill_page`.
+
+    Without a page and `blank` none is written.
+    """
+    if not (blank or page.exists()):
         return
     bars = ((bar.name, f"{bar.value:.3g}", f"{bar.op} {bar.limit:g}", "yes" if bar.ok else "no") for bar in report.bars)
     blocks = {"rows": markdown(*table_of(report)), "bars": markdown(("bar", "value", "limit", "holds"), bars)}
-    blocks["printed"] = report.printed
-    fill_page(page, blocks.__getitem__)
+    blocks["printed"], blocks["refused"] = report.printed, [f"- {line}" for line in refusals(report.refused)]
+    fill_page(page, blocks.__getitem__, blank)
 
 
 def print_report(report: Report, console: Console) -> None:

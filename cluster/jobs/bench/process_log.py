@@ -78,8 +78,8 @@ class ProcessLog:
         """For the JSON object.
 
         nodes: hardware, versions and resources of each. workers: by process and second; `rates` has each counter a
-        second (of those in seconds the share of the time). peers: what went between two processes. lost: what died,
-        ended, fell silent, came back or joined, and when.
+        second, over the last `over_s` (of those in seconds the share of the time). peers: what went between two
+        processes. lost: what died, ended, fell silent, came back or joined, and when.
         """
         workers, peers = (_without_zeros(rows) for rows in (self._workers, self._peers))
         return {"nodes": self._nodes, "workers": workers, "peers": peers, "lost": self._lost}
@@ -88,15 +88,16 @@ class ProcessLog:
         self._lost.append({"t_s": t_s, "worker": sample.worker, "node": sample.host or "", "what": what})
 
     def _add(self, t_s: float, sample: Sample, rates: SampleRates) -> None:
-        where = {"t_s": t_s, "worker": sample.worker, "kind": sample.kind, "node": sample.host or ""}
-        row = where | {"rss_mib": sample.rss_bytes / 2**20, "cpu": rates.cpu, "rates": rates.counters}
+        when = {"t_s": t_s, "over_s": rates.over_s, "worker": sample.worker}
+        row = when | {"kind": sample.kind, "node": sample.host or "", "rss_mib": sample.rss_bytes / 2**20}
+        row |= {"cpu": rates.cpu, "rates": rates.counters}
         if "step_s" in rates.counters:
             row["host"] = max(0.0, rates.counters["step_s"] - sum(rates.counters.get(name, 0.0) for name in _WAITS))
         if (shares := needed_shares(rates.counters)) is not None:
             row["shares"] = shares
         self._workers.append(row)
         for peer, traffic in rates.peers.items():
-            self._peers.append({"t_s": t_s, "worker": sample.worker, "peer": peer, "rates": traffic})
+            self._peers.append({**when, "peer": peer, "rates": traffic})
 
 
 def _without_zeros(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from ..local_worker import run_config
 from ..options import checked_config
 from .cases import Serve
 from .load import (
+    UNANSWERED,
     Answered,
     Conversation,
     Limits,
@@ -68,9 +69,12 @@ class Cell:
         return [one for repetition in self.repetitions for one in repetition]
 
     def values(self, limits: Limits) -> dict[str, list[float]]:
-        """Each figure by repetition; repetitions without an answer have none."""
+        """Each figure by repetition. One without an answer has none, nor, if another is whole, one that was cut short:
+        what its clients had begun to read is in no rate.
+        """
+        whole = [one for one in self.repetitions if UNANSWERED not in errors_of(one)]
         found: dict[str, list[float]] = {}
-        for repetition in self.repetitions:
+        for repetition in whole or self.repetitions:
             for name, value in figures_of(repetition, limits).items():
                 found.setdefault(name, []).extend([] if math.isnan(value) else [value])
         return found
@@ -83,7 +87,8 @@ class Cell:
         errors = errors_of(requests)
         counted = {"requests": len(requests) - sum(errors.values()), "failed": sum(errors.values()), "errors": errors}
         if not counted["requests"]:
-            why = self.ended or ", ".join(f"{kind} ({count})" for kind, count in errors.items()) or "none was sent"
+            kinds = ", ".join(f"{kind} ({count})" for kind, count in errors.items()) or "none was sent"
+            why = self.ended or kinds + next((f": {one.said}" for one in requests if one.said), "")
             return refused_row(RuntimeFailure(f"no request was answered: {why}", "see the server's log"), **row)
         for name, values in self.values(limits).items():
             if values:
@@ -104,10 +109,7 @@ def serve(options: Serve, progress: Progress | None) -> Report:
     Raises:
         TierMoeError: options or files are refused, or a server did not start.
     """
-    options.check()
-    given = None if options.prompts is None else read_conversations(options.prompts)
-    schedule_s = () if options.schedule is None else read_schedule(options.schedule)
-    loads_of(options, given or (Conversation("made once there is a tokenizer"),), schedule_s, None)  # refuses early
+    given, schedule_s = files_of(options)
     with _target(options) as target:
         loads = loads_of(options, given, schedule_s, target.tokenizer)
         log = ProcessLog(target.deployment)
@@ -153,6 +155,8 @@ def measured(
                     log.note(target.name, ended)
             cell.ended = ended
             advance()
+    if ended is None:
+        log.look()  # the seconds since the last one, and what was lost in them
     return cells
 
 
@@ -228,6 +232,19 @@ def _target(options: Serve) -> Any:
     return placed(checked_config(options.config, {name: value for name, value in over.items() if value is not None}))
 
 
+def files_of(options: Serve) -> tuple[tuple[Conversation, ...] | None, tuple[float, ...]]:
+    """Conversations and arrivals of the user's files: None where prompts are made, and no arrival without a schedule.
+
+    Raises:
+        ConfigError, RequestError: options or a file are refused; this is said before anything starts.
+    """
+    options.check()
+    given = None if options.prompts is None else read_conversations(options.prompts)
+    schedule_s = () if options.schedule is None else read_schedule(options.schedule)
+    loads_of(options, given or (Conversation("made once there is a tokenizer"),), schedule_s, None)
+    return given, schedule_s
+
+
 def loads_of(
     options: Serve, given: tuple[Conversation, ...] | None, schedule_s: tuple[float, ...], tokenizer: Path | None
 ) -> list[Load]:
@@ -277,7 +294,7 @@ def _request(cell: Cell, repetition: int, one: Answered, begun_s: float) -> dict
     row = {"server": cell.target.name, "load": cell.load.name, "repetition": repetition,
            "t_s": one.arrived_s - begun_s, "sent_ms": 1e3 * one.sent_s, "e2e_ms": 1e3 * one.ended_s}  # fmt: skip
     if one.error is not None:
-        return row | {"error": one.error}
+        return row | {"error": one.error} | ({"said": one.said} if one.said else {})
     return row | {
         "ttft_ms": 1e3 * one.ttft_s, "tpot_ms": None if one.tpot_s is None else 1e3 * one.tpot_s, "tokens": one.tokens,
         "counted": one.counted, "prompt_tokens": one.prompt_tokens, "cached_tokens": one.cached_tokens,

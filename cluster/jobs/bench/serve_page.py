@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def _nodes(record: Record) -> list[str]:
 
 
 def _workers(record: Record) -> list[str]:
-    """Means over the seconds of each process; memory at most."""
+    """Means over the time of each process; memory at most."""
     head = ("worker", "node", "rows/s", "loaded (MB/s)", *_SHARES, "host", "hit, waited, loaded, near data, other GPU",
             "processor", "memory (MiB)")  # fmt: skip
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -132,18 +132,15 @@ def _workers(record: Record) -> list[str]:
         groups.setdefault((row["worker"], row["node"]), []).append(row)
     body = []
     for (worker, node), rows in groups.items():
-
-        def mean(name: str, rows: list[Row] = rows, part: str = "rates") -> float:
-            return statistics.fmean(row[part].get(name, 0.0) for row in rows)
-
-        loaded = sum(mean(f"bytes_loaded_{cause}") for cause in ("demand", "prefetch", "migration"))
-        shares = [row["shares"] for row in rows if "shares" in row]
-        ways = (", ".join(f"{statistics.fmean(s[way] for s in shares):.0%}" for way in shares[0]) if shares else "")
+        causes = ("demand", "prefetch", "migration")
+        loaded = sum(_mean(rows, f"bytes_loaded_{cause}", "rates") for cause in causes)
+        needed = [row for row in rows if "shares" in row]
+        ways = ", ".join(f"{_mean(needed, way, 'shares'):.0%}" for way in (needed[0]["shares"] if needed else ()))
         body.append((
-            worker, node, _blank(mean("rows"), "{:.0f}"), _blank(loaded / 1e6, "{:.1f}"),
-            *(_blank(mean(name), "{:.0%}") for name in _SHARES.values()),
-            _blank(statistics.fmean(row.get("host", 0.0) for row in rows), "{:.0%}"), ways,
-            f"{statistics.fmean(row['cpu'] for row in rows):.2f}", f"{max(row['rss_mib'] for row in rows):.0f}",
+            worker, node, _blank(_mean(rows, "rows", "rates"), "{:.0f}"), _blank(loaded / 1e6, "{:.1f}"),
+            *(_blank(_mean(rows, name, "rates"), "{:.0%}") for name in _SHARES.values()),
+            _blank(_mean(rows, "host"), "{:.0%}"), ways,
+            f"{_mean(rows, 'cpu'):.2f}", f"{max(row['rss_mib'] for row in rows):.0f}",
         ))  # fmt: skip
     return markdown(head, body)
 
@@ -153,13 +150,13 @@ def _blank(value: float, form: str) -> str:
 
 
 def _peers(record: Record) -> list[str]:
-    """Means over the seconds of each pair of processes."""
+    """Means over the time of each pair of processes."""
     head = ("from", "to", "rows/s there", "rows/s back", "MB/s there", "MB/s back", "waited")
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in record["peers"]:
-        groups.setdefault((row["worker"], row["peer"]), []).append(row["rates"])
+        groups.setdefault((row["worker"], row["peer"]), []).append(row)
     body = [
-        (*pair, *(_blank(_mean(name, rows) * scale, form) for name, scale, form in (
+        (*pair, *(_blank(_mean(rows, name, "rates") * scale, form) for name, scale, form in (
             ("rows_sent", 1.0, "{:.0f}"), ("rows_received", 1.0, "{:.0f}"), ("bytes_sent", 1e-6, "{:.2f}"),
             ("bytes_received", 1e-6, "{:.2f}"), ("waited_s", 1.0, "{:.0%}"),
         )))
@@ -168,8 +165,10 @@ def _peers(record: Record) -> list[str]:
     return markdown(head, body)
 
 
-def _mean(name: str, rows: Iterable[Row]) -> float:
-    return statistics.fmean(row.get(name, 0.0) for row in rows)
+def _mean(rows: Sequence[Row], name: str, part: str | None = None) -> float:
+    """Of what the rows have, or one of their parts has, over the time that each is of."""
+    values = [(row if part is None else row[part]).get(name, 0.0) for row in rows]
+    return statistics.fmean(values, [row["over_s"] for row in rows])
 
 
 def _lost(record: Record) -> list[str]:

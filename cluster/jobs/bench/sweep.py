@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,15 +22,16 @@ from rich.progress import Progress
 from ....actors.base_settings import Settings
 from ....errors import ConfigError, TierMoeError, rebuilt
 from ...config import RunConfig, load_run_config
+from ...host import cpu, versions
 from ...report.results import refused_row
 from ...yaml_file import explain, merged, read_yaml
 from ..ending import signalled
 from .cases import Serve
 from .cells import Journal
-from .load import Limits, read_conversations, read_schedule
+from .load import Limits
 from .metrics import Report, Spread, advancing, paired, rounded
 from .process_log import ProcessLog
-from .serve import loads_of, measured
+from .serve import files_of, loads_of, measured
 from .targets import placed
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ LOAD = "load."  # before the name of a load's value among a cell's
 RATE, SHOWN = "tokens_per_s", ("tokens_per_s", "ratio", "ttft_p50_ms", "tpot_p50_ms", "tpot_p99_ms")
 
 _SEVERAL = ("streams", "rate")  # options that `bench serve` takes several values of, each a load
+_ARRIVALS = ("streams", "rate", "schedule")  # one of them says when requests come
 _NOT_OF_LOADS = {"config", "attach", "deployment", "url", "model_name", "api_key_file", "model", "budget", "policy",
-                 "threads", "link_gbps", "repeats"}  # fmt: skip
+                 "threads", "link_gbps", "store", "repeats"}  # fmt: skip
 
 _LOADED = ("bytes_loaded_demand", "bytes_loaded_prefetch", "bytes_loaded_migration")
 _ALWAYS = ("failed", "requests")  # figures that a row has although they are 0
@@ -98,10 +101,13 @@ def cells_of(sweep: Sweep) -> list[SweepCell]:
     """The cells in the order of the file.
 
     Raises:
-        ConfigError: an unknown key or malformed value of configuration or load, or a cell that is there twice.
+        ConfigError, RequestError: an unknown key or malformed value of configuration or load, a load's file that cannot
+            be read, a cell that is there twice, or a baseline that is none.
     """
     found: list[SweepCell] = []
     for group in sweep.cells:
+        if nothing := [key for key, value in group.items() if value == []]:
+            raise ConfigError(f"cells: key '{nothing[0]}' has no value", "give at least one, or leave the key out")
         choices = [value if isinstance(value, list) else [value] for value in group.values()]
         for chosen in product(*choices):
             values = dict(zip(group, chosen, strict=True))
@@ -111,6 +117,8 @@ def cells_of(sweep: Sweep) -> list[SweepCell]:
     names = [cell.name for cell in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"the sweep has the cell '{twice[0]}' twice", "give each once")
+    if sweep.baseline and not any(_has(cell, sweep.baseline) for cell in found):
+        raise ConfigError(f"no cell is the baseline '{named(sweep.baseline)}'", "give the values as a cell has them")
     return found
 
 
@@ -128,7 +136,7 @@ def _config(sweep: Sweep, values: Mapping[str, Any]) -> RunConfig:
 
 
 def _load(sweep: Sweep, values: Mapping[str, Any]) -> Serve:
-    """Raises ConfigError: an unknown option or malformed value, or one that is of the runtime."""
+    """Raises ConfigError, RequestError: an unknown option, malformed value or file, or an option of the runtime."""
     given = sweep.load | {key: value for key, value in values.items() if value is not None}
     known = Serve.model_fields.keys() - _NOT_OF_LOADS
     if unknown := sorted(given.keys() - known):
@@ -138,8 +146,28 @@ def _load(sweep: Sweep, values: Mapping[str, Any]) -> Serve:
         load = Serve(**given, repeats=sweep.repeats)
     except ValidationError as error:
         raise explain(error, Serve, "load") from error
-    load.check()
+    if not any(getattr(load, way) for way in _ARRIVALS):
+        remedy = f"give one of {', '.join(_ARRIVALS)} in load, or for a cell as {LOAD}streams"
+        raise ConfigError("a load does not say when requests come", remedy)
+    files_of(load)
     return load
+
+
+def _has(cell: SweepCell, values: Mapping[str, Any]) -> bool:
+    return all(cell.values.get(key) == value for key, value in values.items())
+
+
+def fingerprint(sweep: Sweep, cells: Sequence[SweepCell]) -> dict[str, Any]:
+    """All that changes a figure, by name: also what the files hold that the sweep names."""
+    names: set[str] = set()
+    for cell in cells:
+        given = cell.load.prompts, cell.load.schedule, cell.config.policy, cell.config.ndp.hardware
+        names |= {str(name) for name in given if isinstance(name, str | Path)}
+    return {
+        **sweep.model_dump(mode="json"), "hardware": cpu(), "versions": versions(),
+        "configuration": [cell.config.model_dump(mode="json") for cell in cells],
+        "files": {name: sha256(Path(name).read_bytes()).hexdigest() for name in names if Path(name).is_file()},
+    }  # fmt: skip
 
 
 def baseline_of(cell: SweepCell, cells: Sequence[SweepCell], baseline: Mapping[str, Any]) -> SweepCell | None:
@@ -149,9 +177,8 @@ def baseline_of(cell: SweepCell, cells: Sequence[SweepCell], baseline: Mapping[s
     """
 
     def agrees(other: SweepCell) -> bool:
-        stated = all(other.values.get(key) == value for key, value in baseline.items())
         shared = (cell.values.keys() & other.values.keys()) - baseline.keys()
-        return stated and all(cell.values[key] == other.values[key] for key in shared)
+        return _has(other, baseline) and all(cell.values[key] == other.values[key] for key in shared)
 
     def common(other: SweepCell) -> int:
         return len(cell.values.items() & other.values.items())
@@ -242,11 +269,12 @@ def visited(config: RunConfig, loads: Sequence[Serve], repetition: int) -> Itera
     with placed(config) as target:
         assert target.deployment is not None  # it was placed
         for options in loads:
-            given = None if options.prompts is None else read_conversations(options.prompts)
-            schedule_s = () if options.schedule is None else read_schedule(options.schedule)
-            (load,) = loads_of(options, given, schedule_s, target.tokenizer)
+            (load,) = loads_of(options, *files_of(options), target.tokenizer)
             if load.warmup:  # before its own counters are read
-                warm = replace(load, first=options.repeats * load.requests, requests=load.warmup, warmup=0)
+                warm = replace(
+                    load, first=options.repeats * load.requests, requests=load.warmup, warmup=0,
+                    clients=load.clients or load.warmup, rate=None, schedule_s=(),
+                )  # fmt: skip
                 measured(target, [warm], 1, ProcessLog(None))
             own = replace(load, first=repetition * load.requests, warmup=0)
             log, before = ProcessLog(target.deployment), samples(target.deployment)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ....errors import RuntimeFailure, TierMoeError, told
+from ....errors import ConfigError, RuntimeFailure, TierMoeError, told
 from ...api.keys import read_keys
 from ...api.origins import Access
 from ...api.settings import ApiSettings
@@ -23,6 +23,7 @@ from ...registry import Registry
 from ...report.steps import LastStart, Steps
 from ..ending import BoundedEnd
 from ..options import attached, checked_settings, deployed
+from .load import connecting
 
 if TYPE_CHECKING:
     from ...deploy import Deployment
@@ -62,20 +63,21 @@ def at_url(url: str, model_name: str | None = None, key_file: Path | None = None
         url: with or without /v1. model_name: None: the first model that it lists. key_file: its first key is sent.
 
     Raises:
-        RuntimeFailure: it does not list its models. ConfigError: the key file cannot be read.
+        RuntimeFailure: it does not list its models. ConfigError: the key file cannot be read, or this is no URL.
     """
     import httpx
 
-    url = url.rstrip("/").removesuffix("/v1")
+    url, remedy = url.rstrip("/").removesuffix("/v1"), "give the URL of a server that speaks OpenAI's protocol"
     key = None if key_file is None else read_keys(key_file)[0].secret.decode()
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_ANSWER_S)
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=_ANSWER_S, **connecting(url))
         answer.raise_for_status()
         listed = [str(model["id"]) for model in answer.json()["data"]]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, TypeError) as error:
         what = f"no server lists its models at {url}/v1/models ({type(error).__name__}: {error})"
-        raise RuntimeFailure(what.splitlines()[0], "give the URL of a server that speaks OpenAI's protocol") from error
+        no_url = isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol)
+        raise (ConfigError if no_url else RuntimeFailure)(what.splitlines()[0], remedy) from error
     if model_name is None and not listed:
         raise RuntimeFailure(f"the server at {url} lists no model", "give its name with --model-name")
     return Target(url, url, model_name or listed[0], key)
@@ -124,7 +126,13 @@ def placed(config: RunConfig) -> Iterator[Target]:
     """
     config, settings = checked_settings(config)
     notices, last, started = Console(stderr=True), LastStart(_COMMAND, config), list["Deployment"]()
-    with BoundedEnd(lambda: any(one.abandon() for one in started), _TERMINATED) as ending, ExitStack() as stack:
+
+    def force() -> bool:
+        for one in started:
+            Registry().withdraw(one.id)
+        return any(one.abandon() for one in started)
+
+    with BoundedEnd(force, _TERMINATED) as ending, ExitStack() as stack:
 
         def enter(it: Deployment) -> None:
             stack.enter_context(Registry().entered(it.id, it.address, config.ray.address is None))
@@ -155,8 +163,8 @@ def _of_deployment(
             return told(error)
 
     return Target(
-        f"deployment {deployment}", url, folder.name, executor=str(plan["executor"]), deployment=deployment, plan=plan,
-        tokenizer=folder, look=why_it_ended,
+        f"deployment {deployment}", url, Path(plan["model"]).name, executor=str(plan["executor"]),
+        deployment=deployment, plan=plan, tokenizer=folder, look=why_it_ended,
     )  # fmt: skip
 
 
@@ -168,7 +176,7 @@ def _server(
     from ...api.server import HttpServer
     from ...api.server_socket import ServerSocket
 
-    settings = ApiSettings(deployment=deployment, tokenizer=str(folder), model_name=folder.name, request_log="off")
+    settings = ApiSettings(deployment=deployment, tokenizer=str(folder), request_log="off")
     with ServerSocket(_HOST, 0, access=Access((), (), _HOST, keyed=False)) as server_socket:
         server_socket.open(steps.progress)
         steps("starting the HTTP server")
@@ -178,4 +186,3 @@ def _server(
                 http.look()  # one that does not serve is in the answers
 
             yield server_socket.url, look
-
