@@ -5,7 +5,8 @@ it (`BESIDE`). It refuses what is not supported, and says how the tensors of one
 (`Scheme`).
 
     quant_method        layouts
-    fp8, mxfp8          blocks (DeepSeek-V3, Qwen3, MiniMax), or one scale a tensor or row (Mistral, vLLM)
+    fp8, mxfp8          blocks (DeepSeek-V3, Qwen3, MiniMax), or one scale a tensor or row (Mistral, vLLM); experts of
+                        4 bits beside them (DeepSeek-V4)
     fbgemm_fp8          one scale a row
     mxfp4               stacked `_blocks` and `_scales` (gpt-oss)
     compressed-tensors  float-, int- and naive-quantized, mxfp8-quantized, pack-, nvfp4-pack- and mxfp4-pack-quantized
@@ -41,7 +42,9 @@ _REMEDY = "pass another release of the model, such as its bfloat16 or FP8 one"
 FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 SUPPORTED = "fp8, mxfp8, fbgemm_fp8, mxfp4, compressed-tensors, awq, gptq, modelopt (FP8, NVFP4), GGUF"
 
-Layout = Literal["fp8", "fp8-stack", "gpt-oss", "mxfp4", "nvfp4", "modelopt-nvfp4", "packed", "int8", "awq", "gptq"]
+Layout = Literal[
+    "fp8", "fp8-stack", "fp4", "gpt-oss", "mxfp4", "nvfp4", "modelopt-nvfp4", "packed", "int8", "awq", "gptq"
+]
 
 
 class Tensors(NamedTuple):
@@ -66,6 +69,7 @@ class Tensors(NamedTuple):
 
 LAYOUTS: Mapping[Layout, Tensors] = {
     "fp8": Tensors(".weight", "F8_E4M3", "fp8_channel", optional=FP8_SCALES),  # one of the scales
+    "fp4": Tensors(".weight", "I8", "mxfp4", optional=FP8_SCALES),  # DeepSeek-V4's experts
     "fp8-stack": Tensors("", "F8_E4M3", "fp8_channel", ("_scale_inv",)),  # all experts of a layer, as in transformers
     "gpt-oss": Tensors("_blocks", "U8", "mxfp4", ("_scales",)),
     "mxfp4": Tensors(".weight_packed", "U8", "mxfp4", (".weight_scale",), (".weight_shape",)),
@@ -156,8 +160,10 @@ def quantization_of(model_dir: Path) -> Quantization | None:
     Raises:
         UnsupportedModelError: this quantization is not supported. CheckpointError: a file is malformed.
     """
-    found = quantization_dict(read_json_object(model_dir / CONFIG))
+    config = read_json_object(model_dir / CONFIG)
+    found = quantization_dict(config)
     if found is not None:  # it wins over the files beside it, as in transformers
+        found = {_EXPERT_DTYPE: config.get(_EXPERT_DTYPE), **found}  # DeepSeek-V4 has it outside, V4.1 inside
         method = found.get("quant_method") or ("modelopt" if "quant_algo" in found else None)
         if found.get("load_in_4bit") or found.get("load_in_8bit"):
             method = "bitsandbytes"
@@ -215,6 +221,7 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 _ALL = re.compile("")
+_EXPERT, _EXPERT_DTYPE = re.compile(r"(.*\.)?experts\.\d+\."), "expert_dtype"
 Schemes = list[tuple[re.Pattern[str], Scheme]]
 
 
@@ -226,6 +233,7 @@ class _Fp8(_Part):
     weight_block_size: tuple[int, int] | None = None
     fmt: str | None = None
     activation_scheme: str | None = None
+    expert_dtype: str | None = None
 
 
 def _fp8(found: dict[str, Any]) -> Schemes:
@@ -234,7 +242,10 @@ def _fp8(found: dict[str, Any]) -> Schemes:
         raise _refused(f"FP8 of the type {given.fmt}")
     if given.weight_block_size is not None and min(given.weight_block_size) < 1:
         raise _refused(f"FP8 in blocks of {given.weight_block_size}")
-    return [(_ALL, Scheme("fp8", block=given.weight_block_size))]
+    if given.expert_dtype not in (None, "fp8", "fp4"):
+        raise _refused(f"experts of the type {given.expert_dtype}")
+    experts: Schemes = [(_EXPERT, Scheme("fp4"))] if given.expert_dtype == "fp4" else []
+    return [*experts, (_ALL, Scheme("fp8", block=given.weight_block_size))]
 
 
 def _mxfp8(found: dict[str, Any]) -> Schemes:

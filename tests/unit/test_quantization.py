@@ -170,6 +170,8 @@ OTHERS: list[tuple[Any, Scheme]] = [
     ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None, "dequantize": False,
       "modules_to_not_convert": ["lm_head"]}, Scheme("fp8")),
     ({"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, BLOCKS),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+     Scheme("fp4")),  # DeepSeek-V4.1
     ({"quant_method": "mxfp8", "weight_block_size": None}, Scheme("fp8", block=(1, 32))),
     ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Scheme("fp8")),
     ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, Scheme("fp8", block=(1, 32))),
@@ -238,6 +240,7 @@ REFUSED: list[tuple[Any, str]] = [
      "novice"),
     (compressed("pack-quantized") | {"config_groups": {"W4A16": ["Linear"]}}, "preset W4A16"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+    ({"quant_method": "fp8", "expert_dtype": "int4"}, "experts of the type int4"),
     ({"quant_method": "awq", **AUTO_AWQ, "version": "GEMV"}, "GEMV"),
     ({"quant_method": "awq", **AUTO_AWQ, "backend": "llm-awq"}, "llm-awq"),
     ({"quant_method": "awq", **AUTO_AWQ, "w_bit": 3}, "3 bits"),

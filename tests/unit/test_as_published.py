@@ -1,0 +1,63 @@
+"""Checkpoints as people find them, on top of what `save_pretrained` writes: transformers' tokens, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from serving import greedy, serving, settings
+from tiny_models import edit_config, save_tiny_checkpoint
+from transformers import AutoModelForCausalLM
+
+from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.jobs.prepare import prepare
+
+torch.set_num_threads(1)
+PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31]]
+TOKENS = 6
+Tensors = dict[str, torch.Tensor]
+Edit = Callable[[Path, Tensors], object]  # of the folder, and of the tensors in place
+
+
+def theirs(folder: Path) -> list[list[int]]:
+    """The greedy tokens of transformers' model of a folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, attention_mask=torch.ones_like(ids))
+        found.append(made[0, len(prompt) :].tolist())
+    return found
+
+
+def edited(model_type: str, edit: Edit, folder: Path) -> Path:
+    """A tiny checkpoint with a change."""
+    checkpoint = save_tiny_checkpoint(model_type, folder / "checkpoint")
+    tensors = load_file(checkpoint / "model.safetensors")
+    edit(checkpoint, tensors)
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    return checkpoint
+
+
+SAME: dict[str, tuple[str, Edit]] = {
+    # both matrices are there: transformers ties them only where they are equal
+    "a head apart, though config.json ties it": ("qwen3_moe", lambda folder, _: edit_config(
+        folder, tie_word_embeddings=True)),
+    "no head, and tied": ("qwen3_moe", lambda folder, tensors: (
+        edit_config(folder, tie_word_embeddings=True), tensors.pop("lm_head.weight"))),
+    "a head alone, and tied": ("qwen3_moe", lambda folder, tensors: (
+        edit_config(folder, tie_word_embeddings=True), tensors.pop("model.embed_tokens.weight"))),
+    "rope_scaling of old": ("qwen3_moe", lambda folder, _: edit_config(
+        folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
+    checkpoint = edited(*SAME[case], tmp_path)
+    store = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
+    with serving(store, settings(0.5)) as worker:
+        assert greedy(worker, PROMPTS, TOKENS) == theirs(checkpoint)
