@@ -42,6 +42,7 @@ def edited(model_type: str, edit: Edit, folder: Path) -> Path:
     return checkpoint
 
 
+_EXPERT = "model.layers.0.block_sparse_moe.experts.0"
 SAME: dict[str, tuple[str, Edit]] = {
     # both matrices are there: transformers ties them only where they are equal
     "a head apart, though config.json ties it": ("qwen3_moe", lambda folder, _: edit_config(
@@ -52,6 +53,8 @@ SAME: dict[str, tuple[str, Edit]] = {
         edit_config(folder, tie_word_embeddings=True), tensors.pop("model.embed_tokens.weight"))),
     "rope_scaling of old": ("qwen3_moe", lambda folder, _: edit_config(
         folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "linear", "factor": 2.0})),
+    "biases of zeros beside experts, as of AutoGPTQ": ("mixtral", lambda folder, tensors: tensors.update(
+        {f"{_EXPERT}.w1.bias": torch.zeros(24), "model.layers.0.self_attn.q_proj.bias": torch.zeros(32)})),
 }  # fmt: skip
 
 
@@ -61,3 +64,32 @@ def test_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
     store = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
     with serving(store, settings(0.5)) as worker:
         assert greedy(worker, PROMPTS, TOKENS) == theirs(checkpoint)
+
+
+def surplus(name: str) -> Edit:
+    return lambda folder, tensors: tensors.update({name: torch.ones(4)})
+
+
+LEFT_OUT: dict[str, tuple[str, Edit, tuple[str, ...]]] = {
+    "a bias": ("qwen3_moe", surplus("model.layers.0.self_attn.q_proj.bias"), ("model.layers.0.self_attn.q_proj.bias",)),
+    "an adapter's": ("qwen3_moe", surplus("model.layers.0.self_attn.q_proj.lora_A.weight"),
+                     ("model.layers.0.self_attn.q_proj.lora_A.weight",)),
+    "a classifier's": ("qwen3_moe", surplus("score.weight"), ("score.weight",)),
+    "of layers that config.json has not": ("qwen3_moe", lambda folder, tensors: (
+        edit_config(folder, num_hidden_layers=1), [
+            tensors.pop(name) for name in list(tensors) if ".layers.1." in name and "layernorm" not in name]),
+        ("model.layers.1.input_layernorm.weight", "model.layers.1.post_attention_layernorm.weight")),
+    "buffers of old": ("qwen3_moe", surplus("model.layers.0.self_attn.rotary_emb.inv_freq"), ()),
+    "a head for drafts": ("qwen3_next", surplus("mtp.fc.weight"), ()),
+    "towers": ("gemma4", lambda folder, tensors: None, ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_is_left_out_is_said(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tensors that transformers reports as unexpected, and serves without."""
+    model_type, edit, names = LEFT_OUT[case]
+    prepare(edited(model_type, edit, tmp_path), tmp_path / "store", progress=True)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out")]
+    assert len(said) == bool(names)
+    assert all(line.endswith(f"has no such tensors: {', '.join(names)}") for line in said)
