@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from serving import greedy, serving, settings
-from tiny_models import edit_config, save_tiny_checkpoint
+from tiny_models import edit_config, save_tiny_checkpoint, tiny_model
 from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
 from tiermoe.cluster.jobs.prepare import prepare
+from tiermoe.cluster.jobs.prepare.convert import plan_store
+from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 
 torch.set_num_threads(1)
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31]]
@@ -93,3 +98,44 @@ def test_what_is_left_out_is_said(case: str, tmp_path: Path, capsys: pytest.Capt
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out")]
     assert len(said) == bool(names)
     assert all(line.endswith(f"has no such tensors: {', '.join(names)}") for line in said)
+
+
+# with layers without experts, as each family's configuration names them
+LAYERS = (
+    "afmoe", "axk1", "beam", "deepseek_v3", "ernie4_5_moe", "glm4_moe_lite", "glm5_next", "hy_v3", "jamba",
+    "kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "muse_spark", "nemotron_h", "qwen3_moe",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", LAYERS)
+def test_a_plan_counts_the_experts_of_the_model(model_type: str, tmp_path: Path) -> None:
+    tiny_model(model_type).save_pretrained(tmp_path)
+    experts = plan_store(open_checkpoint(tmp_path)).experts
+    shape, facts = experts[0].shape, facts_of_checkpoint(tmp_path)
+    assert (facts.layers, facts.experts, facts.gates) == (len(experts), shape.num_experts, shape.gates)
+    assert (facts.hidden, facts.intermediate) == (shape.hidden, shape.intermediate)
+    assert facts.expert_elements == pytest.approx(shape.elements(), rel=0.01)
+    (tmp_path / "model.safetensors").unlink()
+    assert facts_of_checkpoint(tmp_path).layers == len(experts)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {  # fields of published configurations, and layers with experts
+    "Nemotron-3-Nano": ({"hybrid_override_pattern": "MEMEM*EM", "num_hidden_layers": 8}, 3),
+    "MiMo-V2-Flash": ({"moe_layer_freq": [0, 1, 1, 1], "num_hidden_layers": 4}, 3),
+    "Hunyuan-A13B": ({"moe_intermediate_size": [24] * 4, "moe_topk": [8] * 4, "num_hidden_layers": 4}, 4),
+    "ERNIE-4.5-21B": ({"moe_layer_start_index": 1, "moe_layer_end_index": 5, "moe_layer_interval": 1,
+                       "num_hidden_layers": 6}, 5),
+    "Jamba": ({"expert_layer_period": 2, "expert_layer_offset": 1, "num_hidden_layers": 8}, 4),
+    "Qwen3": ({"decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 8}, 3),
+    "DeepSeek-V3": ({"first_k_dense_replace": 3, "moe_layer_freq": 1, "num_hidden_layers": 8}, 5),
+    "LFM2-8B-A1B": ({"num_dense_layers": 2, "num_hidden_layers": 8}, 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_plan_from_a_published_configuration(name: str, tmp_path: Path) -> None:
+    fields, layers = PUBLISHED[name]
+    whole = {"num_experts": 16, "hidden_size": 64, "moe_intermediate_size": 24, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "vocab_size": 99, "num_experts_per_tok": 8, **fields}))
+    facts = facts_of_checkpoint(tmp_path)
+    assert (facts.layers, facts.intermediate, facts.top_k) == (layers, 24, 8)
