@@ -87,7 +87,7 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
     Raises:
         StoreError: it is not a store. CheckpointError: config.json is unusable.
     """
-    manifest, config = read_manifest(store), load_model_config(model_dir)
+    manifest, config = read_manifest(store), _text_config(model_dir)
     file = store / manifest.dense.file
     item, shape = ITEM_BYTES[DTYPE_CODES[manifest.dtype]], manifest.experts
     forms = manifest.dense.forms
@@ -129,7 +129,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     Raises:
         CheckpointError: config.json is unusable. UnsupportedModelError: the model has no routed experts.
     """
-    config = load_model_config(model_dir)
+    config = _text_config(model_dir)
     if not any(key in config for key in EXPERT_COUNTS):
         raise UnsupportedModelError(
             f"'{shown(model_dir)}' has no routed experts in its config.json",
@@ -303,6 +303,13 @@ def _count(config: Mapping[str, Any], name: str, model_dir: Path) -> int:
     if value is not None and (type(value) is not int or not 0 <= value <= 1 << 40):
         raise _malformed(name, value, model_dir)
     return value or 0
+
+
+def _text_config(model_dir: Path) -> dict[str, Any]:
+    """As `load_model_config`; of ERNIE's two sizes of experts that of those of text."""
+    config = load_model_config(model_dir)
+    sizes = config.get("moe_intermediate_size")
+    return config | ({"moe_intermediate_size": sizes[0]} if isinstance(sizes, list) and len(sizes) == 2 else {})
 
 
 def _single(value: Any) -> Any:

@@ -102,7 +102,7 @@ def test_what_is_left_out_is_said(case: str, tmp_path: Path, capsys: pytest.Capt
 
 # with layers without experts, as each family's configuration names them
 LAYERS = (
-    "afmoe", "axk1", "beam", "deepseek_v3", "ernie4_5_moe", "glm4_moe_lite", "glm5_next", "hy_v3", "jamba",
+    "afmoe", "axk1", "beam", "deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "glm4_moe_lite", "glm5_next", "hy_v3", "jamba",
     "kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "muse_spark", "nemotron_h", "qwen3_moe",
 )  # fmt: skip
 
