@@ -265,6 +265,12 @@ def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]
             raise ValueError(f"{depth} layers, but the files have {len(checkpoint.tensors)} tensors")
         return config, _checkpoint_dtype(config, checkpoint)
     except Exception as error:  # transformers raises many kinds for a bad configuration
+        if "custom code" in str(error):
+            raise UnsupportedModelError(
+                f"{shown(checkpoint.path)}: transformers has no model of the type "
+                f"'{checkpoint.config.get('model_type')}', and Python code of a checkpoint is not run",
+                "pass a release that is converted to a class of transformers, or a GGUF file of the model",
+            ) from error
         raise CheckpointError(
             f"{shown(checkpoint.path)}: config.json is not usable ({first_problem(error)})",
             "check that the transformers release knows this architecture, and correct what it names in config.json",

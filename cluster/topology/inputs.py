@@ -41,6 +41,7 @@ _BYTES = ("memory", "object_store_memory")
 _BYTE_SIZE = TypeAdapter(ByteSize)
 # not `.shared_experts.`: those run for every token; of GGUF files stacked, or one for each expert
 ROUTED = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER, _FURTHER = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)mtp(?:\.|_)")
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts",
@@ -161,6 +162,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         depth = _depth(config, model_dir)
         tensors = {name: what for name, what in (headers(model_dir) or {}).items() if _is_used(name, depth)}
     source = "config.json and the headers of the weights" if tensors else "config.json"
+    tensors = {name: found for name, found in tensors.items() if not _is_of_images(name, experts)}
     routed = {name: found for name, found in tensors.items() if ROUTED.search(name)}
     if named := {int(found[1]) for found in map(_LAYER.search, routed) if found is not None}:
         numbers, layers = sorted(named), len(named)
@@ -205,6 +207,12 @@ def _is_used(name: str, depth: int) -> bool:
     """Whether a tensor is not of the layers that predict further tokens: named so, or after the last layer."""
     number = _LAYER.search(name)
     return not _FURTHER.search(name) and (number is None or int(number[1]) < depth)
+
+
+def _is_of_images(name: str, experts: int) -> bool:
+    """Whether a tensor is of an expert of ERNIE's for images, whose numbers go on after those for text."""
+    number = _EXPERT.search(name)
+    return number is not None and int(number[1]) >= experts
 
 
 def _published_facts(published: Published | None, experts: int, mapped: Sequence[bool]) -> dict[str, Any]:

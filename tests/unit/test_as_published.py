@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
+from tiermoe.cluster.checkpoints.hub import locate
 from tiermoe.cluster.jobs.prepare import prepare
 from tiermoe.cluster.jobs.prepare.convert import plan_store
 from tiermoe.cluster.topology.inputs import facts_of_checkpoint
+from tiermoe.errors import UnsupportedModelError
 
 torch.set_num_threads(1)
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31]]
@@ -102,8 +105,8 @@ def test_what_is_left_out_is_said(case: str, tmp_path: Path, capsys: pytest.Capt
 
 # with layers without experts, as each family's configuration names them
 LAYERS = (
-    "afmoe", "axk1", "beam", "deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "glm4_moe_lite", "glm5_next", "hy_v3", "jamba",
-    "kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "muse_spark", "nemotron_h", "qwen3_moe",
+    "afmoe", "axk1", "beam", "deepseek_v3", "ernie4_5_moe", "ernie4_5_vl_moe", "glm4_moe_lite", "glm5_next", "hy_v3",
+    "jamba", "kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "muse_spark", "nemotron_h", "qwen3_moe",
 )  # fmt: skip
 
 
@@ -139,3 +142,27 @@ def test_a_plan_from_a_published_configuration(name: str, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps({**whole, "vocab_size": 99, "num_experts_per_tok": 8, **fields}))
     facts = facts_of_checkpoint(tmp_path)
     assert (facts.layers, facts.intermediate, facts.top_k) == (layers, 24, 8)
+
+
+def adapter(folder: Path, base: str | None = "Qwen/Qwen3-30B-A3B") -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "an adapter": (lambda folder: (adapter(folder), (folder / "config.json").unlink()),
+                   "an adapter (of Qwen/Qwen3-30B-A3B), not a model; merge it into"),
+    "an adapter of what": (lambda folder: (adapter(folder, None), (folder / "config.json").unlink()),
+                           "an adapter (of a model that it does not name)"),
+    "an adapter beside the model": (adapter, "has an adapter (adapter_config.json) beside the model, which is not"),
+    "code": (lambda folder: edit_config(folder, model_type="kimi_k2", auto_map={"AutoConfig": "own.Own"}),
+             "no model of the type 'kimi_k2', and Python code of a checkpoint is not run; pass a release"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_weights_are_read(case: str, tmp_path: Path) -> None:
+    change, message = REFUSED[case]
+    checkpoint = save_tiny_checkpoint("deepseek_v3", tmp_path / "checkpoint")
+    change(checkpoint)
+    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
+        prepare(locate(str(checkpoint)), tmp_path / "store", progress=False)
