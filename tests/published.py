@@ -92,6 +92,13 @@ def v4_fp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {".weight": packed, ".scale": scale}, Fp8Dequantize(None)._dequantize_one(packed, scale, torch.float32)
 
 
+def modelopt_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """One scale a matrix."""
+    scale = (weight.abs().amax() / 448).reshape(())
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {".weight": codes, ".weight_scale": scale, ".input_scale": torch.tensor(1.0)}, codes.float() * scale
+
+
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ's order_map: the output of each nibble
 
 
@@ -106,6 +113,13 @@ def awq(weight: torch.Tensor, group: int = 64) -> tuple[Tensors, torch.Tensor]:
 
 
 AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+MODELOPT_MIXED = {  # forms of modules, by names with a prefix of their own
+    "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8",
+    "quantized_layers": {
+        "model.language_model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.language_model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+    },
+}  # fmt: skip
 V4_CONFIG = {**FP8_CONFIG, "scale_fmt": "ue8m0"}
 MODELOPT_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 
@@ -215,6 +229,7 @@ RELEASES = (
             sizes={"num_hidden_layers": 2}),
     Release("nvidia/Qwen3-30B-A3B-NVFP4", "qwen3_moe", modelopt_nvfp4, MODELOPT_CONFIG,
             files={"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": MODELOPT_CONFIG}}),
+    Release("nvidia/Qwen3.6-35B-A3B-NVFP4", "qwen3_moe", modelopt_fp8, MODELOPT_MIXED, experts=modelopt_nvfp4),
     Release("RedHatAI/Qwen3-30B-A3B-NVFP4", "qwen3_moe", *_NVFP4),
     Release("RedHatAI/Qwen3-30B-A3B-MXFP4", "qwen3_moe", *_MXFP4),
     Release("allenai/OLMoE-1B-7B-0924", "olmoe", None, None),

@@ -247,11 +247,11 @@ def _matrix_of(name: str, entry: TensorEntry, quantization: Quantization) -> tup
     for suffix in (".weight", ".weight_packed", ".qweight", "_blocks"):
         if name.endswith(suffix):
             module = name.removesuffix(suffix)
-            scheme = quantization.of(module)
+            scheme = quantization.of(module, entry.spec.dtype)
             if scheme is None or LAYOUTS[scheme.layout].first != suffix:
                 return None
             return (module, scheme) if entry.spec.dtype == LAYOUTS[scheme.layout].code else None
-    scheme = quantization.of(name)
+    scheme = quantization.of(name, entry.spec.dtype)
     if scheme is None or scheme.layout != "fp8" or entry.spec.dtype != "F8_E4M3" or len(entry.spec.shape) != 3:
         return None
     return name, replace(scheme, layout="fp8-stack")

@@ -427,6 +427,7 @@ def plan_conversion(
     """
     slots = dict(model.state_dict())
     found = get_model_conversion_mapping(model) if mapping is None else mapping
+    found = [*found, *_of_single_experts(model, checkpoint, found)]
     groups, unexpected = _group(model, checkpoint, slots, found)
     makers: dict[str, Group] = {}
     problems: list[str] = []
@@ -448,6 +449,29 @@ def plan_conversion(
     left_out = _left_out(model, unexpected)
     _refuse_surplus_experts(model, left_out)
     return Plan(groups, makers, tuple(left_out))
+
+
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.")
+
+
+def _of_single_experts(
+    model: PreTrainedModel, checkpoint: Checkpoint, mapping: Sequence[WeightTransform]
+) -> list[WeightConverter]:
+    """What stacks experts that have a tensor each, where transformers' mapping knows stacks alone.
+
+    So quantized releases have them (Gemma 4, Qwen3-VL): tools quantize linear layers, and take stacks apart before.
+    """
+    known = any("experts.*" in pattern for entry in mapping for pattern in entry.source_patterns)
+    stacked = [m for m in model.modules() if all(hasattr(m, flag) for flag in _LAYOUT_FLAGS)]
+    usual = all(m.has_gate and m.is_concatenated and not (m.has_bias or m.is_transposed) for m in stacked)
+    if known or not stacked or not usual or not any(map(_SINGLE_EXPERT.search, checkpoint.tensors)):
+        return []
+    gate, up, down = (f".experts.*.{name}_proj.weight" for name in ("gate", "up", "down"))
+    merged = MergeModulelist(dim=0)
+    return [
+        WeightConverter([gate, up], ".experts.gate_up_proj", operations=[merged, Concatenate(dim=1)]),
+        WeightConverter(down, ".experts.down_proj", operations=[merged]),
+    ]
 
 
 Found = TensorEntry | PublishedMatrix

@@ -113,7 +113,8 @@ class Quantization:
 
     Attributes:
         method: such as "compressed-tensors", for people.
-        schemes: with the module names that each is for, as a pattern; the first that matches holds.
+        schemes: with the module names that each is for, as a pattern; the first that matches holds, of those of the
+            tensor's type where that is known.
         source: the file with the configuration.
     """
 
@@ -121,14 +122,19 @@ class Quantization:
     schemes: tuple[tuple[re.Pattern[str], Scheme], ...]
     source: str = field(default=CONFIG, compare=False)
 
-    def of(self, module: str) -> Scheme | None:
+    def of(self, module: str, code: str | None = None) -> Scheme | None:
         """The scheme of a module, if its tensors are quantized; None: it is not quantized.
+
+        code: type of the tensor that makes the matrix, where it is known.
 
         Where there is one scheme alone it is for every such module: names in a configuration may have other prefixes
         than the tensors.
         """
-        found, known = self.targeting(module), {scheme for _, scheme in self.schemes}
-        return known.pop() if found is None and len(known) == 1 else found
+        fitting = [scheme for pattern, scheme in self.schemes if pattern.match(module)]
+        known = {scheme for _, scheme in self.schemes}
+        if not fitting:
+            return known.pop() if len(known) == 1 else None
+        return next((scheme for scheme in fitting if LAYOUTS[scheme.layout].code == code), fitting[0])
 
     def targeting(self, module: str) -> Scheme | None:
         """The scheme whose pattern matches the module's name."""
@@ -465,23 +471,46 @@ def _compressed_scheme(layout: str, weights: _Args) -> Scheme:
     raise _refused(what)
 
 
-class _ModelOpt(_Part):
+class _ModelOptLayer(_Part):
     quant_algo: str | None = None
     group_size: int | None = None
+
+    def scheme(self) -> Scheme:
+        """Raises UnsupportedModelError: of another algorithm."""
+        algorithm = (self.quant_algo or "").upper()
+        if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+            return Scheme("fp8")
+        if algorithm in ("FP8_PB_WO", "MXFP8"):
+            return Scheme("fp8", block=(128, 128) if algorithm == "FP8_PB_WO" else (1, 32))
+        if algorithm in ("NVFP4", "W4A16_NVFP4") and self.group_size in (None, 16):
+            return Scheme("modelopt-nvfp4", group=16)
+        raise _refused(f"ModelOpt's {self.quant_algo}")
+
+
+class _ModelOpt(_ModelOptLayer):
+    quantized_layers: dict[str, _ModelOptLayer] = Field(default_factory=dict)
 
 
 def _modelopt(found: dict[str, Any]) -> Schemes:
     given = _ModelOpt(**{**found, **_section(found, "quantization")})
-    algorithm = (given.quant_algo or "").upper()
-    if not algorithm:  # the KV cache alone
+    if not given.quant_algo:  # the KV cache alone
         return []
-    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        return [(_ALL, Scheme("fp8"))]
-    if algorithm in ("FP8_PB_WO", "MXFP8"):
-        return [(_ALL, Scheme("fp8", block=(128, 128) if algorithm == "FP8_PB_WO" else (1, 32)))]
-    if algorithm == "NVFP4" and given.group_size in (None, 16):
-        return [(_ALL, Scheme("modelopt-nvfp4", group=16))]
-    raise _refused(f"ModelOpt's {given.quant_algo}")
+    if given.quant_algo.upper() != "MIXED_PRECISION":
+        return [(_ALL, given.scheme())]
+    # Some ten thousand names, with other prefixes than the tensors may have: which of the schemes a matrix is in, its
+    # type says; of experts that are not there yet the names.
+    of_experts: dict[Scheme, None] = {}
+    schemes: dict[Scheme, None] = {}
+    for name, layer in given.quantized_layers.items():
+        if layer.quant_algo:
+            schemes[layer.scheme()] = None
+            if _EXPERT.match(name):
+                of_experts[layer.scheme()] = None
+    if not schemes:
+        raise _refused("ModelOpt's MIXED_PRECISION, without its quantized_layers")
+    if len({LAYOUTS[scheme.layout].code for scheme in schemes}) < len(schemes):
+        raise _refused("ModelOpt's MIXED_PRECISION of several forms of one type")
+    return [*((_EXPERT, scheme) for scheme in of_experts), *((_ALL, scheme) for scheme in schemes)]
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any]], Schemes]] = {

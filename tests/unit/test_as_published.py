@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from quantizers import compressed
 from safetensors.torch import load_file, save_file
 from serving import greedy, serving, settings
 from tiny_models import edit_config, save_tiny_checkpoint, tiny_model
@@ -166,3 +168,40 @@ def test_refused_before_weights_are_read(case: str, tmp_path: Path) -> None:
     change(checkpoint)
     with pytest.raises(UnsupportedModelError, match=re.escape(message)):
         prepare(locate(str(checkpoint)), tmp_path / "store", progress=False)
+
+
+_NVFP4 = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "qwen3_vl_moe"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "NVFP4"])
+def test_experts_apart_where_transformers_has_stacks(model_type: str, quantized: bool, tmp_path: Path) -> None:
+    """As quantized releases of Gemma 4 and Qwen3-VL have them."""
+    whole = tmp_path / "whole"
+    tiny_model(model_type, hidden_size=64, moe_intermediate_size=32).save_pretrained(whole)
+    apart = Path(shutil.copytree(whole, tmp_path / "apart"))
+    stacked, single = load_file(whole / "model.safetensors"), Tensors()
+    for name, tensor in list(stacked.items()):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            single[name] = tensor
+            continue
+        path, _, which = name.rpartition(".")
+        for expert, matrix in enumerate(tensor):
+            parts = zip(("gate", "up"), matrix.chunk(2), strict=True) if "up" in which else [("down", matrix)]
+            values = []
+            for part, weight in parts:
+                found, exact = _NVFP4[0](weight.contiguous()) if quantized else ({".weight": weight}, weight)
+                single |= {f"{path}.{expert}.{part}_proj{suffix}": one.contiguous() for suffix, one in found.items()}
+                values.append(exact)
+            tensor[expert] = torch.cat(values)
+    save_file(stacked, whole / "model.safetensors", {"format": "pt"})
+    save_file(single, apart / "model.safetensors", {"format": "pt"})
+    if quantized:
+        edit_config(apart, quantization_config=_NVFP4[1])
+    found = []
+    for folder in (apart, whole):
+        store = ExpertStore(prepare(folder, tmp_path / f"{folder.name}-store", progress=False))
+        with serving(store, settings(0.5)) as worker:
+            found.append(greedy(worker, PROMPTS, TOKENS))
+    assert found[0] == found[1]
+    assert facts_of_checkpoint(apart).form == ("nvfp4" if quantized else None)

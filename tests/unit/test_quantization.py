@@ -249,7 +249,12 @@ REFUSED: list[tuple[Any, str]] = [
     ({"quant_method": "gptq", **AUTO_GPTQ, "format": "bitblas"}, "bitblas"),
     ({"quant_method": "gptq", **AUTO_GPTQ, "pack_dtype": "int64"}, "int64"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
-    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "MIXED_PRECISION"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "without its quantized_layers"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "W4A8_AWQ"}}}, "W4A8_AWQ"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "FP8"}, "lm_head": {"quant_algo": "MXFP8"}}},
+     "several forms of one type"),
     ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4}, "auto-round"),
     ({"quant_method": "quark"}, "quark"),
     ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
