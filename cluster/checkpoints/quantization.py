@@ -519,16 +519,21 @@ _READERS: Mapping[str, Callable[[dict[str, Any]], Schemes]] = {
 }  # fmt: skip
 
 
-def expected_experts(quantization: Quantization, layer: int, hidden: int, width: int) -> tuple[ExpertForm, bool] | None:
+def expected_experts(
+    quantization: Quantization, layer: int, hidden: int, width: int, quantized: bool = False
+) -> tuple[ExpertForm, bool] | None:
     """The form of a layer's experts by the configuration alone, and whether they are mapped in place.
 
     Scales are taken to have the types that their forms have by default.
+
+    Args:
+        quantized: the experts are known to be, whatever names the configuration has for them.
 
     Returns:
         None: the configuration leaves experts unquantized.
     """
     names = (f"model.layers.{layer}.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down"))
-    schemes = [quantization.targeting(name) for name in names]
+    schemes = [quantization.of(name) if quantized else quantization.targeting(name) for name in names]
     if None in schemes:
         return None
     sizes = ((width, hidden), (width, hidden), (hidden, width))

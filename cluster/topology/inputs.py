@@ -252,7 +252,8 @@ def _expected_forms(
     kept = 0  # layers that the release leaves unquantized
     for layer in layers:
         there = codes.get(layer, set())
-        expected = None if there and there <= _PLAIN else expected_experts(quantization, layer, hidden, width)
+        known = bool(there - _PLAIN)
+        expected = expected_experts(quantization, layer, hidden, width, known) if known or not there else None
         if expected is not None and scales.get(layer) == {1}:
             expected = with_one_scale(expected[0]), expected[1]
         kept += expected is None

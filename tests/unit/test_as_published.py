@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import RELEASES, write
 from quantizers import compressed
 from safetensors.torch import load_file, save_file
 from serving import greedy, serving, settings
@@ -205,3 +206,13 @@ def test_experts_apart_where_transformers_has_stacks(model_type: str, quantized:
             found.append(greedy(worker, PROMPTS, TOKENS))
     assert found[0] == found[1]
     assert facts_of_checkpoint(apart).form == ("nvfp4" if quantized else None)
+
+
+def test_a_plan_of_targets_with_names_of_another_tree(tmp_path: Path) -> None:
+    """As of releases that were quantized with other names of modules: the only scheme is that of quantized experts."""
+    release = next(r for r in RELEASES if r.name.endswith("Qwen3-30B-A3B-quantized.w4a16"))
+    published, _ = write(release, tmp_path)
+    config = json.loads((published / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["targets"] = [r"re:.*block_sparse_moe\.experts.*"]
+    edit_config(published, quantization_config=config)
+    assert facts_of_checkpoint(published).form == "int4"
