@@ -33,6 +33,7 @@ from quantizers import (
 )
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tiermoe.kernels.forms import BLOCKS, MatrixForm
@@ -67,6 +68,37 @@ def modelopt_nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {".weight": packed, ".weight_scale": scale, **more}, values
 
 
+def _powers(weight: torch.Tensor, rows: int, columns: int, largest: int) -> torch.Tensor:
+    """DeepSeek-V4's scales of blocks, as float8 e8m0."""
+    o, i = weight.shape
+    most = weight.reshape(o // rows, rows, i // columns, columns).abs().amax(dim=(1, 3))
+    return torch.exp2(torch.ceil(torch.log2(most / largest))).to(torch.float8_e8m0fnu)
+
+
+def v4_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """DeepSeek-V4's dense matrices, decoded by transformers."""
+    scale = _powers(weight, 128, 128, 448)
+    codes = (weight / scale.float().repeat_interleave(128, 0).repeat_interleave(128, 1)).to(torch.float8_e4m3fn)
+    return {".weight": codes, ".scale": scale}, Fp8Dequantize(None)._dequantize_one(codes, scale, torch.float32)
+
+
+def v4_fp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """DeepSeek-V4's experts: two weights a byte, a scale for 32; decoded by transformers."""
+    scale = _powers(weight, 1, 32, 6)
+    values = torch.tensor(Fp8Dequantize._FP4_E2M1_LUT)
+    exact = weight / scale.float().repeat_interleave(32, 1)
+    codes = (exact[:, :, None] - values).abs().argmin(dim=2).to(torch.uint8)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    return {".weight": packed, ".scale": scale}, Fp8Dequantize(None)._dequantize_one(packed, scale, torch.float32)
+
+
+def modelopt_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """One scale a matrix."""
+    scale = (weight.abs().amax() / 448).reshape(())
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {".weight": codes, ".weight_scale": scale, ".input_scale": torch.tensor(1.0)}, codes.float() * scale
+
+
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AutoAWQ's order_map: the output of each nibble
 
 
@@ -81,6 +113,14 @@ def awq(weight: torch.Tensor, group: int = 64) -> tuple[Tensors, torch.Tensor]:
 
 
 AWQ_CONFIG = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+MODELOPT_MIXED = {  # forms of modules, by names with a prefix of their own
+    "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8",
+    "quantized_layers": {
+        "model.language_model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+        "model.language_model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16},
+    },
+}  # fmt: skip
+V4_CONFIG = {**FP8_CONFIG, "scale_fmt": "ue8m0"}
 MODELOPT_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 
 
@@ -93,6 +133,7 @@ class Release:
         config: the quantization_config.
         kept: modules that stay as they are.
         stacked: experts are stacked in one tensor, as gpt-oss has them.
+        experts: a routed expert's matrix, where those have a form of their own.
     """
 
     name: str
@@ -104,6 +145,7 @@ class Release:
     stacked: bool = False
     sizes: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, Any] = field(default_factory=dict)  # further JSON files
+    experts: Quantize | None = None
 
 
 def write(release: Release, folder: Path) -> tuple[Path, Path]:
@@ -119,7 +161,8 @@ def write(release: Release, folder: Path) -> tuple[Path, Path]:
         elif release.stacked:
             published |= _stacked(name, tensor, release.quantize, oracle)
         else:
-            parts, values = release.quantize(tensor.float())
+            of_expert = release.experts is not None and ".experts." in name
+            parts, values = (release.experts if of_expert else release.quantize)(tensor.float())
             module = name.removesuffix(".weight")
             published |= {module + suffix: part for suffix, part in parts.items()}
             oracle[name] = values
@@ -166,6 +209,8 @@ _NVFP4 = compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="
 RELEASES = (
     Release("deepseek-ai/DeepSeek-V3", "deepseek_v3", fp8_block, FP8_CONFIG, kept="self_attn",
             sizes={"num_hidden_layers": 2}),
+    Release("deepseek-ai/DeepSeek-V4-Flash", "deepseek_v4", v4_fp8, V4_CONFIG, kept=r"attn|hc_|^(embed|head)\b",
+            sizes={"expert_dtype": "fp4"}, experts=v4_fp4),
     Release("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "qwen3_moe", fp8_block, FP8_CONFIG, kept="self_attn"),
     Release("MiniMaxAI/MiniMax-M2", "minimax_m2", fp8_block, FP8_CONFIG, kept="self_attn"),
     Release("openai/gpt-oss-20b", "gpt_oss", mxfp4, {"quant_method": "mxfp4"}, stacked=True),
@@ -184,6 +229,7 @@ RELEASES = (
             sizes={"num_hidden_layers": 2}),
     Release("nvidia/Qwen3-30B-A3B-NVFP4", "qwen3_moe", modelopt_nvfp4, MODELOPT_CONFIG,
             files={"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": MODELOPT_CONFIG}}),
+    Release("nvidia/Qwen3.6-35B-A3B-NVFP4", "qwen3_moe", modelopt_fp8, MODELOPT_MIXED, experts=modelopt_nvfp4),
     Release("RedHatAI/Qwen3-30B-A3B-NVFP4", "qwen3_moe", *_NVFP4),
     Release("RedHatAI/Qwen3-30B-A3B-MXFP4", "qwen3_moe", *_MXFP4),
     Release("allenai/OLMoE-1B-7B-0924", "olmoe", None, None),

@@ -194,7 +194,7 @@ _COMPOSITES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
     },
     "ernie4_5_vl_moe": {
-        "intermediate_size": 64, "moe_intermediate_size": [24, 24], "moe_num_experts": 4, "moe_k": 2,
+        "intermediate_size": 64, "moe_intermediate_size": [24, 16], "moe_num_experts": 4, "moe_k": 2,
         "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 2]},
     },
     "minimax_m3_vl": {

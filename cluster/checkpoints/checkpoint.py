@@ -24,6 +24,7 @@ from .weight_files import (
     is_extra,
     read_json_object,
     read_weights_header,
+    refuse_adapter,
     refuse_links_out,
     weight_files,
 )
@@ -72,6 +73,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"{model_dir} is not a folder", "pass the folder of a downloaded checkpoint")
     refuse_links_out(path)
+    refuse_adapter(path)
     config = read_json_object(path / CONFIG)
     if gguf_in(path):
         from .gguf_files import open_weights  # the package is only needed for such files

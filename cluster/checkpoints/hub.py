@@ -36,6 +36,7 @@ from .weight_files import (
     is_gguf,
     named_gguf,
     read_weights_header,
+    refuse_adapter,
     refuse_links_out,
     weight_files,
 )
@@ -88,11 +89,12 @@ def locate(model: str | None, need: Need = "text") -> Path:
 
     Raises:
         CheckpointError: no such model here or at the hub, no access to it, no network, or a full disk; or a link of it
-            leads out of its folder.
+            leads out of its folder. UnsupportedModelError: it has an adapter.
     """
     found = _located(model, need)
     if found.is_dir():
         refuse_links_out(found)
+        refuse_adapter(found)
     return found
 
 

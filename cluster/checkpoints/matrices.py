@@ -184,13 +184,14 @@ class PublishedMatrix:
         layout = self.scheme.layout
         first, needed = LAYOUTS[layout].first, LAYOUTS[layout].needed
         wanted = next((suffix for suffix in needed if suffix not in self.tensors), "")
-        if layout == "fp8" and len(self.tensors) < 2:
+        of_fp8 = LAYOUTS[layout].optional == FP8_SCALES
+        if of_fp8 and len(self.tensors) < 2:
             wanted = FP8_SCALES[0] if self.scheme.block is not None else FP8_SCALES[1]
         if wanted:
             raise CheckpointError(
                 f"tensor {self.module + wanted!r} is missing, which {self.module + first!r} needs", _BOTH
             )
-        surplus = [*self.other, *(tuple(self.tensors)[2:] if layout == "fp8" else ())]  # FP8 has one scale
+        surplus = [*self.other, *(tuple(self.tensors)[2:] if of_fp8 else ())]  # one scale
         if surplus:
             raise UnsupportedModelError(
                 f"tensor {self.module + surplus[0]!r} belongs to a quantized matrix ({layout}) and is not supported",
@@ -246,11 +247,11 @@ def _matrix_of(name: str, entry: TensorEntry, quantization: Quantization) -> tup
     for suffix in (".weight", ".weight_packed", ".qweight", "_blocks"):
         if name.endswith(suffix):
             module = name.removesuffix(suffix)
-            scheme = quantization.of(module)
+            scheme = quantization.of(module, entry.spec.dtype)
             if scheme is None or LAYOUTS[scheme.layout].first != suffix:
                 return None
             return (module, scheme) if entry.spec.dtype == LAYOUTS[scheme.layout].code else None
-    scheme = quantization.of(name)
+    scheme = quantization.of(name, entry.spec.dtype)
     if scheme is None or scheme.layout != "fp8" or entry.spec.dtype != "F8_E4M3" or len(entry.spec.shape) != 3:
         return None
     return name, replace(scheme, layout="fp8-stack")
@@ -284,7 +285,7 @@ def _check_bytes(entry: QuantizedEntry) -> None:
     layout = entry.form.parts()
     for name, (code, shape) in layout.items():
         spec, count = entry.raw[name].spec, math.prod(shape) * max(1, entry.stack)
-        same = spec.dtype == code or {spec.dtype, code} <= {"U8", "I32"}  # words are read as bytes
+        same = spec.dtype == code or (code == "U8" and spec.dtype in ("I8", "I32"))  # read as bytes
         if not same or spec.nbytes != count * np.dtype(DTYPES[code]).itemsize:
             raise FormError(f"its {name} is {spec.dtype} {list(spec.shape)}, not {code} {list(shape)}", OTHER_CONFIG)
 
@@ -347,6 +348,14 @@ def _fp4(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
     divides = scheme.layout == "nvfp4"
     parts["global_scale"] = raw[".weight_global_scale"] if divides else raw[".weight_scale_2"]
     return MatrixForm("nvfp4", o, 2 * half, divides=divides), parts, 0, None
+
+
+def _fp4_of_fp8(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
+    o, half = _matrix(raw[".weight"])
+    scale = next(raw[suffix] for suffix in FP8_SCALES if suffix in raw)
+    if scale.spec.shape != (o, half // 16):
+        raise FormError(f"its scales are {list(scale.spec.shape)} for {o} x {2 * half} weights of 4 bits", OTHER_CONFIG)
+    return MatrixForm("mxfp4", o, 2 * half, scale=scale.spec.dtype), {"weight": raw[".weight"], "scale": scale}, 0, None
 
 
 def _int_form(scheme: Scheme, o: int, i: int, scale: TensorEntry) -> MatrixForm:
@@ -444,8 +453,8 @@ def _gptq(scheme: Scheme, raw: dict[str, TensorEntry]) -> _FoundForm:
 
 
 _MAKERS: Mapping[Layout, Callable[[Scheme, dict[str, TensorEntry]], _FoundForm]] = {
-    "fp8": _fp8, "fp8-stack": _fp8_stack, "gpt-oss": _gpt_oss, "mxfp4": _fp4, "nvfp4": _fp4, "modelopt-nvfp4": _fp4,
-    "packed": _packed, "int8": _int8, "awq": _awq, "gptq": _gptq,
+    "fp8": _fp8, "fp8-stack": _fp8_stack, "fp4": _fp4_of_fp8, "gpt-oss": _gpt_oss, "mxfp4": _fp4, "nvfp4": _fp4,
+    "modelopt-nvfp4": _fp4, "packed": _packed, "int8": _int8, "awq": _awq, "gptq": _gptq,
 }  # fmt: skip
 
 

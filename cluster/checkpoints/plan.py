@@ -15,7 +15,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -245,6 +245,12 @@ def _load_config(checkpoint: Checkpoint) -> tuple[PretrainedConfig, torch.dtype]
             raise ValueError(f"{depth} layers, but the files have {len(checkpoint.tensors)} tensors")
         return config, _checkpoint_dtype(config, checkpoint)
     except Exception as error:  # transformers raises many kinds for a bad configuration
+        if "custom code" in str(error):
+            raise UnsupportedModelError(
+                f"{shown(checkpoint.path)}: transformers has no model of the type "
+                f"'{checkpoint.config.get('model_type')}', and Python code of a checkpoint is not run",
+                "pass a release that is converted to a class of transformers, or a GGUF file of the model",
+            ) from error
         raise CheckpointError(
             f"{shown(checkpoint.path)}: config.json is not usable ({first_problem(error)})",
             "check that the transformers release knows this architecture, and correct what it names in config.json",
@@ -375,10 +381,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """All conversions of a checkpoint, in the order of its names; and the group that makes each parameter."""
+    """All conversions of a checkpoint, in the order of its names; and the group that makes each parameter.
+
+    left_out: tensors that the model does not have, which transformers reports and does not load, either.
+    """
 
     groups: list[Group]
     makers: dict[str, Group]
+    left_out: tuple[str, ...] = ()
 
 
 def plan_conversion(
@@ -397,6 +407,7 @@ def plan_conversion(
     """
     slots = dict(model.state_dict())
     found = get_model_conversion_mapping(model) if mapping is None else mapping
+    found = [*found, *_of_single_experts(model, checkpoint, found)]
     groups, unexpected = _group(model, checkpoint, slots, found)
     makers: dict[str, Group] = {}
     problems: list[str] = []
@@ -405,7 +416,7 @@ def plan_conversion(
         for name, made in group.convert(model, _meta).items():
             slot = slots.get(name)
             if slot is None:
-                unexpected.append(name)
+                unexpected[name] = None
             elif slot.shape != made.shape:
                 problems.append(f"{name} is {list(made.shape)}, not {list(slot.shape)}")
             elif name in makers:
@@ -414,12 +425,39 @@ def plan_conversion(
                 makers[name] = group
                 group.targets[name] = made
     if problems:
-        raise CheckpointError(f"{_first_few(problems)} in {checkpoint.path}", OTHER_CONFIG)
-    _refuse_unexpected_experts(model, unexpected)
-    return Plan(groups, makers)
+        raise CheckpointError(f"{first_few(problems)} in {checkpoint.path}", OTHER_CONFIG)
+    left_out = _left_out(model, unexpected)
+    _refuse_surplus_experts(model, left_out)
+    return Plan(groups, makers, tuple(left_out))
 
 
-def _dequantized_tensors(checkpoint: Checkpoint) -> dict[str, TensorEntry | PublishedMatrix]:
+_SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.")
+
+
+def _of_single_experts(
+    model: PreTrainedModel, checkpoint: Checkpoint, mapping: Sequence[WeightTransform]
+) -> list[WeightConverter]:
+    """What stacks experts that have a tensor each, where transformers' mapping knows stacks alone.
+
+    So quantized releases have them (Gemma 4, Qwen3-VL): tools quantize linear layers, and take stacks apart before.
+    """
+    known = any("experts.*" in pattern for entry in mapping for pattern in entry.source_patterns)
+    stacked = [m for m in model.modules() if all(hasattr(m, flag) for flag in _LAYOUT_FLAGS)]
+    usual = all(m.has_gate and m.is_concatenated and not (m.has_bias or m.is_transposed) for m in stacked)
+    if known or not stacked or not usual or not any(map(_SINGLE_EXPERT.search, checkpoint.tensors)):
+        return []
+    gate, up, down = (f".experts.*.{name}_proj.weight" for name in ("gate", "up", "down"))
+    merged = MergeModulelist(dim=0)
+    return [
+        WeightConverter([gate, up], ".experts.gate_up_proj", operations=[merged, Concatenate(dim=1)]),
+        WeightConverter(down, ".experts.down_proj", operations=[merged]),
+    ]
+
+
+Found = TensorEntry | PublishedMatrix
+
+
+def _dequantized_tensors(checkpoint: Checkpoint) -> dict[str, Found]:
     """The checkpoint's tensors, quantized matrices as one each, which is not checked yet. Raises as `join`."""
     tensors = cast(dict[str, TensorEntry], checkpoint.tensors)
     return {**tensors} if checkpoint.quantization is None else {**join(tensors, checkpoint.quantization)}
@@ -439,7 +477,7 @@ def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> No
     ]
     if missing:
         remedy = "pass a whole checkpoint, with the config.json that belongs to its weights"
-        raise CheckpointError(f"the checkpoint lacks {_first_few(missing)}", remedy)
+        raise CheckpointError(f"the checkpoint lacks {first_few(missing)}", remedy)
 
 
 _ONE_OF_EACH = "pass a release that has one tensor for each parameter"
@@ -447,8 +485,8 @@ _ONE_OF_EACH = "pass a release that has one tensor for each parameter"
 
 def _group(
     model: PreTrainedModel, checkpoint: Checkpoint, slots: dict[str, torch.Tensor], mapping: Sequence[WeightTransform]
-) -> tuple[list[Group], list[str]]:
-    """The groups of the checkpoint's tensors, and the names that the model does not have.
+) -> tuple[list[Group], dict[str, Found | None]]:
+    """The groups of the checkpoint's tensors, and those that the model does not have, by their names there.
 
     What the model does not have is not checked: neither quantized matrices nor what the index says of them.
     """
@@ -457,7 +495,7 @@ def _group(
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     groups: dict[str, Group] = {}
-    unexpected: list[str] = []
+    unexpected: dict[str, Found | None] = {}
     # one pass in this order: some renamings depend on the names before
     for name in sorted({**tensors, **checkpoint.absent}, key=dot_natural_key):
         try:
@@ -467,7 +505,7 @@ def _group(
         if key not in slots and name in slots:
             key, pattern = name, None
         if key not in slots:
-            unexpected.append(key)
+            unexpected[key] = tensors.get(name)
             continue
         if name not in tensors:
             what = f"tensor {name!r} is missing from {checkpoint.absent[name]}, though {INDEX} lists it there"
@@ -512,7 +550,7 @@ def _check_numbering(group: Group) -> None:
         if len({len(name) for name in names}) > 1 or varying != [numbers]:
             shown = [".".join(name) for name in names]
             raise CheckpointError(
-                f"the tensors of {group.key} are not numbered 0..n-1: {_first_few(shown)}", OTHER_CONFIG
+                f"the tensors of {group.key} are not numbered 0..n-1: {first_few(shown)}", OTHER_CONFIG
             )
 
 
@@ -520,17 +558,43 @@ def _meta(entry: Entry) -> torch.Tensor:
     return torch.empty(entry.spec.shape, dtype=TORCH_TYPES[entry.spec.dtype], device="meta")
 
 
-def _refuse_unexpected_experts(model: PreTrainedModel, unexpected: list[str]) -> None:
-    """Ignore unexpected tensors, as transformers does, but not those of an experts module."""
-    ignored = _pattern(model._keys_to_ignore_on_load_unexpected)
-    paths = tuple(path + "." for path, module in model.named_modules() if hasattr(module, "is_concatenated"))
-    surplus = [
+def _left_out(model: PreTrainedModel, unexpected: Mapping[str, Found | None]) -> list[str]:
+    """Those of the tensors that a model does not have of which transformers says so, when it leaves them out.
+
+    Not among them: what belongs to a tower that is left out, scales of activations, and biases of zeros, which older
+    releases of AutoGPTQ write beside every matrix.
+    """
+    ignored = _pattern([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"])
+    return [
         name
-        for name in unexpected
-        if not (ignored and ignored.search(name)) and name.startswith(paths) and not OF_ACTIVATIONS.search(name)
+        for name, found in unexpected.items()
+        if not (ignored and ignored.search(name))
+        and not OF_ACTIVATIONS.search(name)
+        and not _is_of_tower(model, name)
+        and not (name.endswith(".bias") and isinstance(found, TensorEntry) and _is_zero(found))
     ]
-    if surplus:
-        what = f"the checkpoint has experts' tensors that the model lacks: {_first_few(surplus)}"
+
+
+def _is_of_tower(model: PreTrainedModel, name: str) -> bool:
+    """Whether a name leads through a module that was left out, which is None."""
+    at: Any = model
+    for part in name.split(".")[:-1]:  # the last is of a parameter, such as a bias that there is none of
+        if not hasattr(at, part):
+            return False
+        if (at := getattr(at, part)) is None:
+            return True
+    return False
+
+
+def _is_zero(entry: TensorEntry) -> bool:
+    return not any(block.any() for block in read_blocks(entry))
+
+
+def _refuse_surplus_experts(model: PreTrainedModel, left_out: Sequence[str]) -> None:
+    """Raise CheckpointError if tensors of experts are left out: there are other experts than config.json says."""
+    paths = tuple(path + "." for path, module in model.named_modules() if hasattr(module, "is_concatenated"))
+    if surplus := [name for name in left_out if name.startswith(paths)]:
+        what = f"the checkpoint has experts' tensors that the model lacks: {first_few(surplus)}"
         raise CheckpointError(what, OTHER_CONFIG)
 
 
@@ -538,6 +602,7 @@ def _pattern(patterns: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def _first_few(names: list[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
+    """Some of many names, for people."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

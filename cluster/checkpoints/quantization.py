@@ -5,7 +5,8 @@ it (`BESIDE`). It refuses what is not supported, and says how the tensors of one
 (`Scheme`).
 
     quant_method        layouts
-    fp8, mxfp8          blocks (DeepSeek-V3, Qwen3, MiniMax), or one scale a tensor or row (Mistral, vLLM)
+    fp8, mxfp8          blocks (DeepSeek-V3, Qwen3, MiniMax), or one scale a tensor or row (Mistral, vLLM); experts of
+                        4 bits beside them (DeepSeek-V4)
     fbgemm_fp8          one scale a row
     mxfp4               stacked `_blocks` and `_scales` (gpt-oss)
     compressed-tensors  float-, int- and naive-quantized, mxfp8-quantized, pack-, nvfp4-pack- and mxfp4-pack-quantized
@@ -41,7 +42,9 @@ _REMEDY = "pass another release of the model, such as its bfloat16 or FP8 one"
 FP8_SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
 SUPPORTED = "fp8, mxfp8, fbgemm_fp8, mxfp4, compressed-tensors, awq, gptq, modelopt (FP8, NVFP4), GGUF"
 
-Layout = Literal["fp8", "fp8-stack", "gpt-oss", "mxfp4", "nvfp4", "modelopt-nvfp4", "packed", "int8", "awq", "gptq"]
+Layout = Literal[
+    "fp8", "fp8-stack", "fp4", "gpt-oss", "mxfp4", "nvfp4", "modelopt-nvfp4", "packed", "int8", "awq", "gptq"
+]
 
 
 class Tensors(NamedTuple):
@@ -66,6 +69,7 @@ class Tensors(NamedTuple):
 
 LAYOUTS: Mapping[Layout, Tensors] = {
     "fp8": Tensors(".weight", "F8_E4M3", "fp8_channel", optional=FP8_SCALES),  # one of the scales
+    "fp4": Tensors(".weight", "I8", "mxfp4", optional=FP8_SCALES),  # DeepSeek-V4's experts
     "fp8-stack": Tensors("", "F8_E4M3", "fp8_channel", ("_scale_inv",)),  # all experts of a layer, as in transformers
     "gpt-oss": Tensors("_blocks", "U8", "mxfp4", ("_scales",)),
     "mxfp4": Tensors(".weight_packed", "U8", "mxfp4", (".weight_scale",), (".weight_shape",)),
@@ -109,7 +113,8 @@ class Quantization:
 
     Attributes:
         method: such as "compressed-tensors", for people.
-        schemes: with the module names that each is for, as a pattern; the first that matches holds.
+        schemes: with the module names that each is for, as a pattern; the first that matches holds, of those of the
+            tensor's type where that is known.
         source: the file with the configuration.
     """
 
@@ -117,14 +122,19 @@ class Quantization:
     schemes: tuple[tuple[re.Pattern[str], Scheme], ...]
     source: str = field(default=CONFIG, compare=False)
 
-    def of(self, module: str) -> Scheme | None:
+    def of(self, module: str, code: str | None = None) -> Scheme | None:
         """The scheme of a module, if its tensors are quantized; None: it is not quantized.
+
+        code: type of the tensor that makes the matrix, where it is known.
 
         Where there is one scheme alone it is for every such module: names in a configuration may have other prefixes
         than the tensors.
         """
-        found, known = self.targeting(module), {scheme for _, scheme in self.schemes}
-        return known.pop() if found is None and len(known) == 1 else found
+        fitting = [scheme for pattern, scheme in self.schemes if pattern.match(module)]
+        known = {scheme for _, scheme in self.schemes}
+        if not fitting:
+            return known.pop() if len(known) == 1 else None
+        return next((scheme for scheme in fitting if LAYOUTS[scheme.layout].code == code), fitting[0])
 
     def targeting(self, module: str) -> Scheme | None:
         """The scheme whose pattern matches the module's name."""
@@ -156,8 +166,10 @@ def quantization_of(model_dir: Path) -> Quantization | None:
     Raises:
         UnsupportedModelError: this quantization is not supported. CheckpointError: a file is malformed.
     """
-    found = quantization_dict(read_json_object(model_dir / CONFIG))
+    config = read_json_object(model_dir / CONFIG)
+    found = quantization_dict(config)
     if found is not None:  # it wins over the files beside it, as in transformers
+        found = {_EXPERT_DTYPE: config.get(_EXPERT_DTYPE), **found}  # DeepSeek-V4 has it outside, V4.1 inside
         method = found.get("quant_method") or ("modelopt" if "quant_algo" in found else None)
         if found.get("load_in_4bit") or found.get("load_in_8bit"):
             method = "bitsandbytes"
@@ -215,6 +227,7 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 _ALL = re.compile("")
+_EXPERT, _EXPERT_DTYPE = re.compile(r"(.*\.)?experts\.\d+\."), "expert_dtype"
 Schemes = list[tuple[re.Pattern[str], Scheme]]
 
 
@@ -226,6 +239,7 @@ class _Fp8(_Part):
     weight_block_size: tuple[int, int] | None = None
     fmt: str | None = None
     activation_scheme: str | None = None
+    expert_dtype: str | None = None
 
 
 def _fp8(found: dict[str, Any]) -> Schemes:
@@ -234,7 +248,10 @@ def _fp8(found: dict[str, Any]) -> Schemes:
         raise _refused(f"FP8 of the type {given.fmt}")
     if given.weight_block_size is not None and min(given.weight_block_size) < 1:
         raise _refused(f"FP8 in blocks of {given.weight_block_size}")
-    return [(_ALL, Scheme("fp8", block=given.weight_block_size))]
+    if given.expert_dtype not in (None, "fp8", "fp4"):
+        raise _refused(f"experts of the type {given.expert_dtype}")
+    experts: Schemes = [(_EXPERT, Scheme("fp4"))] if given.expert_dtype == "fp4" else []
+    return [*experts, (_ALL, Scheme("fp8", block=given.weight_block_size))]
 
 
 def _mxfp8(found: dict[str, Any]) -> Schemes:
@@ -454,23 +471,46 @@ def _compressed_scheme(layout: str, weights: _Args) -> Scheme:
     raise _refused(what)
 
 
-class _ModelOpt(_Part):
+class _ModelOptLayer(_Part):
     quant_algo: str | None = None
     group_size: int | None = None
+
+    def scheme(self) -> Scheme:
+        """Raises UnsupportedModelError: of another algorithm."""
+        algorithm = (self.quant_algo or "").upper()
+        if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+            return Scheme("fp8")
+        if algorithm in ("FP8_PB_WO", "MXFP8"):
+            return Scheme("fp8", block=(128, 128) if algorithm == "FP8_PB_WO" else (1, 32))
+        if algorithm in ("NVFP4", "W4A16_NVFP4") and self.group_size in (None, 16):
+            return Scheme("modelopt-nvfp4", group=16)
+        raise _refused(f"ModelOpt's {self.quant_algo}")
+
+
+class _ModelOpt(_ModelOptLayer):
+    quantized_layers: dict[str, _ModelOptLayer] = Field(default_factory=dict)
 
 
 def _modelopt(found: dict[str, Any]) -> Schemes:
     given = _ModelOpt(**{**found, **_section(found, "quantization")})
-    algorithm = (given.quant_algo or "").upper()
-    if not algorithm:  # the KV cache alone
+    if not given.quant_algo:  # the KV cache alone
         return []
-    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        return [(_ALL, Scheme("fp8"))]
-    if algorithm in ("FP8_PB_WO", "MXFP8"):
-        return [(_ALL, Scheme("fp8", block=(128, 128) if algorithm == "FP8_PB_WO" else (1, 32)))]
-    if algorithm == "NVFP4" and given.group_size in (None, 16):
-        return [(_ALL, Scheme("modelopt-nvfp4", group=16))]
-    raise _refused(f"ModelOpt's {given.quant_algo}")
+    if given.quant_algo.upper() != "MIXED_PRECISION":
+        return [(_ALL, given.scheme())]
+    # Some ten thousand names, with other prefixes than the tensors may have: which of the schemes a matrix is in, its
+    # type says; of experts that are not there yet the names.
+    of_experts: dict[Scheme, None] = {}
+    schemes: dict[Scheme, None] = {}
+    for name, layer in given.quantized_layers.items():
+        if layer.quant_algo:
+            schemes[layer.scheme()] = None
+            if _EXPERT.match(name):
+                of_experts[layer.scheme()] = None
+    if not schemes:
+        raise _refused("ModelOpt's MIXED_PRECISION, without its quantized_layers")
+    if len({LAYOUTS[scheme.layout].code for scheme in schemes}) < len(schemes):
+        raise _refused("ModelOpt's MIXED_PRECISION of several forms of one type")
+    return [*((_EXPERT, scheme) for scheme in of_experts), *((_ALL, scheme) for scheme in schemes)]
 
 
 _READERS: Mapping[str, Callable[[dict[str, Any]], Schemes]] = {
@@ -479,16 +519,21 @@ _READERS: Mapping[str, Callable[[dict[str, Any]], Schemes]] = {
 }  # fmt: skip
 
 
-def expected_experts(quantization: Quantization, layer: int, hidden: int, width: int) -> tuple[ExpertForm, bool] | None:
+def expected_experts(
+    quantization: Quantization, layer: int, hidden: int, width: int, quantized: bool = False
+) -> tuple[ExpertForm, bool] | None:
     """The form of a layer's experts by the configuration alone, and whether they are mapped in place.
 
     Scales are taken to have the types that their forms have by default.
+
+    Args:
+        quantized: the experts are known to be, whatever names the configuration has for them.
 
     Returns:
         None: the configuration leaves experts unquantized.
     """
     names = (f"model.layers.{layer}.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down"))
-    schemes = [quantization.targeting(name) for name in names]
+    schemes = [quantization.of(name) if quantized else quantization.targeting(name) for name in names]
     if None in schemes:
         return None
     sizes = ((width, hidden), (width, hidden), (hidden, width))

@@ -28,11 +28,12 @@ from typing import Any
 
 from ...actors.store.format import ITEM_BYTES, TensorSpec, first_problem, read_header
 from ...actors.tokenizer import is_tokenizer_file
-from ...errors import CheckpointError
+from ...errors import CheckpointError, UnsupportedModelError
 from ..host import shown
 from .hub_cache import repository_of
 
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+ADAPTER = "adapter_config.json"
 _WEIGHTS_KEY, _INDEX_SUFFIX = "transformers_weights", ".safetensors.index.json"
 _NAME = re.compile(r"(?:\w[\w.+ -]*/)*\w[\w.+ -]*\.safetensors")
 _POINTER = b"version https://git-lfs.github.com/spec/v1"
@@ -98,6 +99,24 @@ def read_json_object(path: Path) -> dict[str, Any]:
         what = f"'{shown(path)}' is not a JSON object"
         raise CheckpointError(what, f"correct it, or copy {path.name} from where the model is published")
     return found
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with an adapter (LoRA), which changes a model's weights and is not applied.
+
+    Raises:
+        UnsupportedModelError: it has one, with or without the model.
+    """
+    if not (folder / ADAPTER).is_file():
+        return
+    base = read_json_object(folder / ADAPTER).get("base_model_name_or_path")
+    if (folder / CONFIG).is_file():
+        what = f"'{shown(folder)}' has an adapter ({ADAPTER}) beside the model, which is not applied"
+        remedy = f"merge it into the weights (PEFT's `merge_and_unload`), or remove {ADAPTER} to serve the model alone"
+    else:
+        what = f"'{shown(folder)}' has an adapter (of {base or 'a model that it does not name'}), not a model"
+        remedy = "merge it into the weights of that model (PEFT's `merge_and_unload`), and pass the merged model"
+    raise UnsupportedModelError(what, remedy)
 
 
 def optional_json(path: Path) -> dict[str, Any] | None:

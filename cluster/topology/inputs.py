@@ -41,11 +41,20 @@ _BYTES = ("memory", "object_store_memory")
 _BYTE_SIZE = TypeAdapter(ByteSize)
 # not `.shared_experts.`: those run for every token; of GGUF files stacked, or one for each expert
 ROUTED = re.compile(r"\.experts\.|_exps\.|\.ffn_(gate|up|down)\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER, _FURTHER = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"(?:^|\.)mtp(?:\.|_)")
 _TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
 _WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+_HIDDEN = ("moe_latent_size", "moe_hidden_size", "hidden_size")  # of experts
+# fields with an entry for each layer, and those of layers with routed experts
+_KINDS: Mapping[str, tuple[Any, ...]] = {
+    "mlp_layer_types": ("sparse", "moe", "hash_moe"), "layers_block_type": ("moe",), "hybrid_override_pattern": ("E",),
+    "moe_layer_freq": (1,),
+}  # fmt: skip
+_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+_STEPS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")  # counted from layer 1
 # factors of a layer's running state, by the names that configurations have for them
 _RUNNING = (
     ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
@@ -79,7 +88,7 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
     Raises:
         StoreError: it is not a store. CheckpointError: config.json is unusable.
     """
-    manifest, config = read_manifest(store), load_model_config(model_dir)
+    manifest, config = read_manifest(store), _text_config(model_dir)
     file = store / manifest.dense.file
     item, shape = ITEM_BYTES[DTYPE_CODES[manifest.dtype]], manifest.experts
     forms = manifest.dense.forms
@@ -116,18 +125,18 @@ def facts_of_store(store: Path, model_dir: Path) -> ModelFacts:
 def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     """From config.json, and from the headers of the weights where those are there.
 
-    Experts are taken to have a gate projection and no bias, as nearly all have.
+    Without headers experts are taken to have a gate projection and no bias, as nearly all have.
 
     Raises:
         CheckpointError: config.json is unusable. UnsupportedModelError: the model has no routed experts.
     """
-    config = load_model_config(model_dir)
+    config = _text_config(model_dir)
     if not any(key in config for key in EXPERT_COUNTS):
         raise UnsupportedModelError(
             f"'{shown(model_dir)}' has no routed experts in its config.json",
             "serve it with transformers or vLLM: tiermoe offloads routed experts",
         )
-    experts, hidden = _number(config, EXPERT_COUNTS, model_dir), _number(config, ("hidden_size",), model_dir)
+    experts, hidden = _number(config, EXPERT_COUNTS, model_dir), _number(config, _HIDDEN, model_dir)
     width = _number(config, _WIDTH, model_dir)
     item = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"), 2)
     numbers = _moe_layers(config, model_dir)
@@ -153,14 +162,17 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         depth = _depth(config, model_dir)
         tensors = {name: what for name, what in (headers(model_dir) or {}).items() if _is_used(name, depth)}
     source = "config.json and the headers of the weights" if tensors else "config.json"
+    tensors = {name: found for name, found in tensors.items() if not _is_of_images(name, experts)}
     routed = {name: found for name, found in tensors.items() if ROUTED.search(name)}
+    if named := {int(found[1]) for found in map(_LAYER.search, routed) if found is not None}:
+        numbers, layers = sorted(named), len(named)
     forms = expert_forms(routed) if gguf else _expected_forms(config, model_dir, numbers, hidden, width, routed)
     if forms is not None and len(forms) != layers:
         what = f"'{shown(model_dir)}' has {len(forms)} layers with experts, its config.json says {layers}"
         raise CheckpointError(what, OTHER_CONFIG)
     form = None if forms is None else Published.of_layers([form for form, _ in forms])
     each = 3 * hidden * width
-    found = _elements(shape for _, shape in routed.values()) / (layers * experts)
+    found = _elements(shape for _, shape in routed.values() if shape != (experts,)) / (layers * experts)
     if form is None and each / 2 < found < 2 * each:
         each = round(found)  # with biases, without a gate
     rest = [found for name, found in tensors.items() if name not in routed and not _SCALES.search(name)]
@@ -176,7 +188,7 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
         top_k=_number(config, _TOP_K, model_dir),
         hidden=hidden,
         intermediate=width,
-        gates=2,
+        gates=2 if form is not None or each > 2.5 * hidden * width else 1,
         expert_elements=each,
         dense_elements=dense,
         kv_elements=_kv_elements(config, model_dir),
@@ -195,6 +207,12 @@ def _is_used(name: str, depth: int) -> bool:
     """Whether a tensor is not of the layers that predict further tokens: named so, or after the last layer."""
     number = _LAYER.search(name)
     return not _FURTHER.search(name) and (number is None or int(number[1]) < depth)
+
+
+def _is_of_images(name: str, experts: int) -> bool:
+    """Whether a tensor is of an expert of ERNIE's for images, whose numbers go on after those for text."""
+    number = _EXPERT.search(name)
+    return number is not None and int(number[1]) >= experts
 
 
 def _published_facts(published: Published | None, experts: int, mapped: Sequence[bool]) -> dict[str, Any]:
@@ -234,7 +252,8 @@ def _expected_forms(
     kept = 0  # layers that the release leaves unquantized
     for layer in layers:
         there = codes.get(layer, set())
-        expected = None if there and there <= _PLAIN else expected_experts(quantization, layer, hidden, width)
+        known = bool(there - _PLAIN)
+        expected = expected_experts(quantization, layer, hidden, width, known) if known or not there else None
         if expected is not None and scales.get(layer) == {1}:
             expected = with_one_scale(expected[0]), expected[1]
         kept += expected is None
@@ -269,7 +288,7 @@ def _elements(shapes: Iterable[Sequence[int]]) -> int:
 def _number(config: Mapping[str, Any], names: tuple[str, ...], model_dir: Path) -> int:
     """The first of some fields that is present; one of them must be."""
     for name in names:
-        if (value := config.get(name)) is not None:
+        if (value := _single(config.get(name))) is not None:
             if type(value) is not int or not 1 <= value <= _MOST:
                 raise _malformed(name, value, model_dir)
             return value
@@ -289,10 +308,22 @@ def _depth(config: Mapping[str, Any], model_dir: Path) -> int:
 
 def _count(config: Mapping[str, Any], name: str, model_dir: Path) -> int:
     """A field that may be absent: then 0."""
-    value = config.get(name)
+    value = _single(config.get(name))
     if value is not None and (type(value) is not int or not 0 <= value <= 1 << 40):
         raise _malformed(name, value, model_dir)
     return value or 0
+
+
+def _text_config(model_dir: Path) -> dict[str, Any]:
+    """As `load_model_config`; of ERNIE's two sizes of experts that of those of text."""
+    config = load_model_config(model_dir)
+    sizes = config.get("moe_intermediate_size")
+    return config | ({"moe_intermediate_size": sizes[0]} if isinstance(sizes, list) and len(sizes) == 2 else {})
+
+
+def _single(value: Any) -> Any:
+    """A value that is the same for each layer; any other as it is."""
+    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
 
 
 def _malformed(name: str, value: Any, model_dir: Path) -> CheckpointError:
@@ -300,13 +331,19 @@ def _malformed(name: str, value: Any, model_dir: Path) -> CheckpointError:
 
 
 def _moe_layers(config: Mapping[str, Any], model_dir: Path) -> list[int]:
-    """Numbers of the layers with routed experts, by the fields with which configurations name the dense ones."""
+    """Numbers of the layers with routed experts, by the fields with which configurations name these or the others."""
     total = _depth(config, model_dir)
-    first = _count(config, "first_k_dense_replace", model_dir)
-    # Qwen's and Llama's steps count from layer 1, DeepSeek's from layer 0
-    counted = _count(config, "decoder_sparse_step", model_dir) or _count(config, "interleave_moe_layer_step", model_dir)
-    frequency = _count(config, "moe_layer_freq", model_dir)
-    step, offset = (frequency, 0) if frequency else (counted or 1, 1)
+    for name, kinds in _KINDS.items():
+        if isinstance(of_layers := config.get(name), list | str):
+            listed = [i for i, kind in enumerate(of_layers[:total]) if kind in kinds]
+            if listed:
+                return listed
+    first = max(_count(config, name, model_dir) for name in _FIRST)
+    # most steps count from layer 1, DeepSeek's from layer 0, Jamba's from one of its own
+    frequency, period = (_count(config, name, model_dir) for name in ("moe_layer_freq", "expert_layer_period"))
+    step, offset = frequency or max(_count(config, name, model_dir) for name in _STEPS) or 1, int(not frequency)
+    if period:
+        step, offset = period, -_count(config, "expert_layer_offset", model_dir)
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise _malformed("mlp_only_layers", dense, model_dir)

@@ -170,6 +170,8 @@ OTHERS: list[tuple[Any, Scheme]] = [
     ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": None, "dequantize": False,
       "modules_to_not_convert": ["lm_head"]}, Scheme("fp8")),
     ({"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, BLOCKS),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+     Scheme("fp4")),  # DeepSeek-V4.1
     ({"quant_method": "mxfp8", "weight_block_size": None}, Scheme("fp8", block=(1, 32))),
     ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Scheme("fp8")),
     ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, Scheme("fp8", block=(1, 32))),
@@ -238,6 +240,7 @@ REFUSED: list[tuple[Any, str]] = [
      "novice"),
     (compressed("pack-quantized") | {"config_groups": {"W4A16": ["Linear"]}}, "preset W4A16"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+    ({"quant_method": "fp8", "expert_dtype": "int4"}, "experts of the type int4"),
     ({"quant_method": "awq", **AUTO_AWQ, "version": "GEMV"}, "GEMV"),
     ({"quant_method": "awq", **AUTO_AWQ, "backend": "llm-awq"}, "llm-awq"),
     ({"quant_method": "awq", **AUTO_AWQ, "w_bit": 3}, "3 bits"),
@@ -246,7 +249,12 @@ REFUSED: list[tuple[Any, str]] = [
     ({"quant_method": "gptq", **AUTO_GPTQ, "format": "bitblas"}, "bitblas"),
     ({"quant_method": "gptq", **AUTO_GPTQ, "pack_dtype": "int64"}, "int64"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "NVFP4_AWQ"),
-    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, "MIXED_PRECISION"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "without its quantized_layers"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "W4A8_AWQ"}}}, "W4A8_AWQ"),
+    ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+        "model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "FP8"}, "lm_head": {"quant_algo": "MXFP8"}}},
+     "several forms of one type"),
     ({"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4}, "auto-round"),
     ({"quant_method": "quark"}, "quark"),
     ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),

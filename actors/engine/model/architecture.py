@@ -12,6 +12,8 @@ from typing import Any
 
 from ....errors import UnsupportedModelError
 
+_OF_IMAGES = "vision_moe"  # ERNIE's experts for tokens of images, of another size, beside those of text
+
 
 def class_of(config: Any) -> Any:
     """The class that generates text.
@@ -60,7 +62,7 @@ def left_out(folder: Path) -> list[str]:
 
 def _leave_out_towers(model: Any) -> None:
     """Remove the modules with weights that text does not go through: neither the text model, nor the head, nor around
-    them. The classes' own code asks none of them where there are no images and no sound.
+    them; and experts of images within. The classes' own code asks none of them where there are no images and no sound.
 
     Raises:
         UnsupportedModelError: the class does not say which its text model is.
@@ -77,6 +79,8 @@ def _leave_out_towers(model: Any) -> None:
         for name, child in list(owner.named_children()):
             if child not in around and child not in kept and any(True for _ in child.parameters()):
                 setattr(owner, name, None)
+    for block in [module for module in text.modules() if hasattr(module, _OF_IMAGES)]:
+        setattr(block, _OF_IMAGES, None)
     for part in model.config.sub_configs:
         if part != "text_config":
             setattr(model.config, part, None)  # else transformers warns of each that has no module

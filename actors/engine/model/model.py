@@ -369,7 +369,9 @@ def assign_dense(
     # Buffers that no checkpoint holds (rotary frequencies) are computed anew, as for a meta-initialised model.
     model._move_missing_keys_from_meta_to_device(set(), {"": device}, None, None)
     model._initialize_missing_keys(False)
-    model.tie_weights()
+    shared, lacking = model.all_tied_weights_keys, {n for n, p in model.named_parameters() if p.is_meta}
+    if lacking.intersection({*shared, *shared.values()}):  # else each has numbers of its own, whatever config.json says
+        model.tie_weights(lacking, recompute_mapping=False)
     left = [n for n, p in model.named_parameters() if p.is_meta and n not in experts]
     return left + list(loaded.unexpected_keys)
 

@@ -66,6 +66,7 @@ class Conversion:
     dtype: of the experts; with `published`, of the dequantized model. dense: parameters of the dense file, in file
     order. matrices: those of them that keep their form. tied: parameters that share storage. published: the experts of
     each layer that keep their form. head: the model's own head for drafts, with its plan; None: there is none.
+    left_out: tensors of the checkpoint that are neither of the model nor of the head.
     """
 
     checkpoint: Checkpoint
@@ -78,6 +79,7 @@ class Conversion:
     tied: tuple[TiedWeight, ...]
     published: tuple[LayerExperts, ...] | None = None
     head: tuple[PreTrainedModel, Plan] | None = None
+    left_out: tuple[str, ...] = ()
 
     def total_bytes(self) -> int:
         """Bytes of tensors to be read and checked, or written."""
@@ -138,7 +140,9 @@ def plan_store(checkpoint: Checkpoint) -> Conversion:
         published = tuple(layer_experts(plan, module) for module in experts)
     matrices = dense_matrices(model, plan, dense, aliases)
     head = _plan_head(model, checkpoint)
-    return Conversion(checkpoint, model, experts, dtype, plan, dense, matrices, tied, published, head)
+    of_head = set() if head is None else set(mtp.names_of_head(plan.left_out, model.config))
+    left_out = tuple(name for name in plan.left_out if name not in of_head)
+    return Conversion(checkpoint, model, experts, dtype, plan, dense, matrices, tied, published, head, left_out)
 
 
 def _plan_head(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[PreTrainedModel, Plan] | None:

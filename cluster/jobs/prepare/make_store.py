@@ -97,11 +97,15 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
 
 def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     """Convert into a folder beside `out`, then rename it. The caller holds the lock."""
+    from ...checkpoints.plan import first_few
     from .convert import plan_store, write_store  # imports torch, which takes seconds: only when needed
 
     partial, old = beside(out, PARTIAL), beside(out, _OLD)
     with console.status(f"checking {checkpoint.name}"):
         conversion = plan_store(checkpoint)
+    if left_out := conversion.left_out:
+        said = f"left out, as {type(conversion.model).__name__} has no such tensors: {first_few(left_out)}"
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     needed, total = conversion.written_bytes(), conversion.total_bytes()
     if needed < total:
         console.print(f"{size(total - needed)} of experts stay in the checkpoint; {size(needed)} are written")
