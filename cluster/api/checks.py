@@ -17,6 +17,7 @@ from .scanning import Parser, plain_parser
 from .schema import ChatBody, CompletionBody, GenerationBody
 from .thinking import hides_reasoning, splits_reasoning
 
+_MANY_SCORES = 2**20  # of the prompts of one request, which come at once; each takes some 200 bytes
 CALLS_STAY_TEXT = "tool calls (they stay text: how the model writes them is not known, see --tool-format)"
 
 
@@ -42,11 +43,8 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
     tokens = model.tokens_for(body, len(ids))
     model.check_length(len(ids), tokens, "messages")
     choices = tuple(
-        Choice(
-            ids, body.sampling(tokens, index, body.wanted_logprobs, grammar=grammar), display,
-            cache_salt=body.cache_salt,
-        )
-        for index in range(body.choices)
+        Choice(ids, sampling, display, cache_salt=body.cache_salt)
+        for sampling in body.sampling(tokens, body.wanted_logprobs, grammar=grammar)
     )
     parsers = tuple(parser() for _ in choices)
     if marks is not None and grammar is None:  # a grammar is of the whole answer, which then has no reasoning
@@ -76,17 +74,19 @@ async def completion(model: ServedModel, body: CompletionBody, key: Key | None =
     prompts = tuple([await model.prompt_ids(prompt, special=special) for prompt in given or [""]])
     body = model.with_defaults(body)
     wanted = model.tokens_for(body, max(map(len, prompts)))
-    tokens, choices = max(1, wanted), []
+    tokens, prompt_tokens, scored = max(1, wanted), sum(map(len, prompts)), body.logprobs if body.echo else None
     for ids in prompts:
         model.check_length(len(ids), tokens, "prompt")
-        for index in range(body.choices):
-            sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None, grammar)
-            choices.append(Choice(ids, sampling, body.display, wanted > 0, body.cache_salt))
+    if scored is not None and (scores := prompt_tokens * body.choices * (1 + scored)) > _MANY_SCORES:
+        message = f"{scores} log-probabilities of prompts; ask for at most {_MANY_SCORES} at a time"
+        raise refused(message, "logprobs")
+    each = body.sampling(tokens, body.logprobs, scored, grammar)
+    choices = [Choice(ids, one, body.display, wanted > 0, body.cache_salt) for ids in prompts for one in each]
     echoes: tuple[Echo, ...] | None = None
     if body.echo:
         echoes = tuple([await model.echo_of(text, ids) for text, ids in zip(given, prompts, strict=True)])
     form = CompletionForm(model.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
-    return CheckedRequest(model.name, tuple(choices), sum(map(len, prompts)), form, body, len(prompts))
+    return CheckedRequest(model.name, tuple(choices), prompt_tokens, form, body, len(prompts))
 
 
 async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) -> str | None:

@@ -233,6 +233,12 @@ def written_bytes(messages: Sequence[Message]) -> int:
     )  # fmt: skip
 
 
+def _closed(arguments: str) -> bytes:
+    """Arguments that may have broken off within a string: what follows them is not inside of it."""
+    text = arguments.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb'\"', b"")
+    return text + b'"' * (text.count(b'"') % 2)
+
+
 def plain_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """As templates expect them.
 
@@ -243,8 +249,7 @@ def plain_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
         call.function.arguments for message in messages for call in message.tool_calls or ()
         if isinstance(call.function.arguments, str)
     ]  # fmt: skip
-    # one text, of which each part may be complete: the quotes of a part that is not are refused below
-    if exceeded(b",".join(text.encode("utf-8", "surrogatepass") for text in texts), _MANY_ARGUMENTS):
+    if exceeded(b",".join(map(_closed, texts)), _MANY_ARGUMENTS):
         message = f"'messages': the arguments of calls hold more than {_MANY_ARGUMENTS} values; send less at a time"
         raise refused(message, "messages")
     return [message.plain for message in messages]

@@ -22,6 +22,7 @@ from .tools import calling
 
 B = TypeVar("B", bound=GenerationBody)
 MESSAGE_BYTES = 64  # of text, whose tokens take as long as one message beside its text
+_PLACE_BYTES = 16  # the same, of one token whose place in a text is looked for
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ class ServedModel:
     async def echo_of(self, prompt: str | Sequence[int], ids: Sequence[int]) -> Echo:
         """A prompt as its answer echoes it: given text unchanged, token ids with the names of special tokens."""
         text = prompt if isinstance(prompt, str) else await self.text_of(ids)
-        return await self.offload.run(len(ids), lambda: Echo(text, self._starts(ids, text)))
+        return await self.offload.run(_PLACE_BYTES * len(ids), lambda: Echo(text, self._starts(ids, text)))
 
     def _starts(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
         """Places of tokens in their text, which may leave out the special tokens that were added to it."""

@@ -78,6 +78,7 @@ class Offload:
             ApiError: 429, too many long texts wait.
         """
         if size <= _INLINE_BYTES and not waits:
+            await asyncio.sleep(0)  # a request may have a series of these
             return work()
         loop = asyncio.get_running_loop()
         if size <= _LONG_BYTES:
