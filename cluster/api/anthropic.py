@@ -26,7 +26,6 @@ from .schema import ChatBody, ReasoningBody, RequestBody, SamplingBody, Texts, f
 from .thinking import Effort
 
 _PING_S = 15.0  # without an event; clients close a connection that is silent for minutes
-_MANY_TOOLS = 128
 # Claude Code begins its instructions with one that differs from request to request: no prefix would be cached
 _NO_INSTRUCTION = "x-anthropic-billing-header:"
 
@@ -147,7 +146,7 @@ class CountBody(ReasoningBody):
     model: str | None = None
     messages: Turns = Field(min_length=1)
     system: str | TextBlocks | None = None
-    tools: ClientTools | None = Field(default=None, max_length=_MANY_TOOLS)
+    tools: ClientTools | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # its older name
@@ -164,6 +163,8 @@ class CountBody(ReasoningBody):
         tools, system = self.tools or [], self.system if isinstance(self.system, list) else []
         inner = set[str]().union(*(part.ignored for part in (*self.messages, *tools, *system)))
         found = super().ignored + (("context_management",) if self.context_management else ())
+        config = () if self.output_config is None else self.output_config.ignored
+        found += tuple(f"output_config.{name}" for name in config)
         return found + tuple(f"messages.{name}" for name in sorted(inner))
 
     @property

@@ -32,12 +32,13 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
     """
     body.check()
     model.check(body)
-    parser, display = _tool_parser(model, body), body.display
+    tools, display = body.offered_tools, body.display
+    parser = _tool_parser(model, body, offered=bool(tools))
     marks = model.reasoning if splits_reasoning(body) else None
     if (parser is not plain_parser and model.special_calls) or (marks is not None and model.special_reasoning):
         display = replace(display, skip_special=False)
     grammar = await _grammar(model, body, key)
-    text = await model.chat_text(body, body.messages, tools=body.offered_tools)
+    text = await model.chat_text(body, body.messages, tools=tools)
     ids = await model.prompt_ids(text, special=body.add_special_tokens, parameter="messages")
     body = model.with_defaults(body)
     tokens = model.tokens_for(body, len(ids))
@@ -109,17 +110,20 @@ async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) ->
     return await model.offload.in_turn(turn, lambda: forced_call(make, forced))
 
 
-def _tool_parser(model: ServedModel, body: ChatBody) -> Callable[[], Parser]:
+def _tool_parser(model: ServedModel, body: ChatBody, *, offered: bool) -> Callable[[], Parser]:
     """What makes a parser of a choice's text. Where it is not known how the model calls, the client is told.
+
+    Args:
+        offered: whether the model is shown any tools.
 
     Raises:
         ApiError: 400, there are tools and the model cannot call any.
     """
     found, refusal = model.calling.format, model.calling.refusal
-    if body.offered_tools and model.template is not None and refusal is not None:
+    if offered and model.template is not None and refusal is not None:
         raise refused(refusal, "tools")
-    if found is None or not (found.always or body.offered_tools):
-        if found is None and body.offered_tools and model.template is not None:
+    if found is None or not (found.always or offered):
+        if found is None and offered and model.template is not None:
             body.ignore(CALLS_STAY_TEXT)
         return plain_parser
     return partial(found.parser, body.functions)

@@ -50,9 +50,9 @@ def _names(body: type[BaseModel]) -> frozenset[str]:
 
 # what clients send along with messages, and what no template reads: hints to caches, and what an answer had besides
 _HARMLESS = frozenset({
-    "cache_control", "prompt_cache_key", "index", "id", "status", "annotations", "citations", "logprobs", "metadata",
-    "created", "created_at", "createdAt", "timestamp", "provider_specific_fields", "provider_options",
-    "providerOptions", "provider_metadata", "providerMetadata", "extra_content", "thinking_blocks",
+    "cache_control", "prompt_cache_key", "prompt_cache_breakpoint", "index", "id", "status", "annotations", "citations",
+    "logprobs", "metadata", "created", "created_at", "createdAt", "timestamp", "provider_specific_fields",
+    "provider_options", "providerOptions", "provider_metadata", "providerMetadata", "extra_content", "thinking_blocks",
     "reasoning_details", "parsed", "parsed_arguments",
 })  # fmt: skip
 
@@ -235,7 +235,7 @@ def written_bytes(messages: Sequence[Message]) -> int:
 
 def _closed(arguments: str) -> bytes:
     """Arguments that may have broken off within a string: what follows them is not inside of it."""
-    text = arguments.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb'\"', b"")
+    text = arguments.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb'\"', b"").replace(b"\\", b"")
     return text + b'"' * (text.count(b'"') % 2)
 
 

@@ -30,7 +30,7 @@ from .bodies import body_route
 from .checks import chat, completion
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
-from .model import MESSAGE_BYTES, ServedModel
+from .model import ServedModel
 from .offload import LARGE_BYTES
 from .origins import Access
 from .parameters import warning
@@ -75,8 +75,7 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        size = MESSAGE_BYTES * len(body.input) if isinstance(body.input, list) else 0
-        chats = await model.offload.run(size, lambda: body.chat)
+        chats = await model.offload.run(body.size, lambda: body.chat)
         return await _generate(runs, request, await chat(model, chats, request.state.key), ResponsesAnswer)
 
     @app.post("/v1/messages")

@@ -466,7 +466,7 @@ class ChatBody(GenerationBody, TemplateBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = False  # a template writes its own
-    tools: Tools | None = Field(default=None, max_length=128)
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -521,7 +521,7 @@ class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Tools | None = Field(default=None, max_length=128)
+    tools: Tools | None = None
     add_special_tokens: bool = True
 
     def check(self) -> None:

@@ -13,10 +13,13 @@ import pytest
 from fake_api import WAIT_S, FakeBackend, ask, chat, complete, error, events, post, serving
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
+from tiermoe.cluster.api import checks
 from tiermoe.cluster.api.records import RequestRecord
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.errors import RequestError
+
+_CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_a_completion() -> None:
@@ -100,6 +103,32 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
     assert (finite(-math.inf), finite(-2.5)) == (-9999.0, -2.5)  # JSON has no infinity
 
 
+@pytest.mark.parametrize(("n", "count", "refused"), [(4, 2, False), (4, 3, True), (5, 2, True)])
+def test_scores_of_prompts_are_bounded(n: int, count: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come at once: 7 KB of a request, with n, echo and logprobs, took gigabytes of the server."""
+    monkeypatch.setattr(checks, "_MANY_SCORES", 4 * 8 * (1 + 2))
+    backend = FakeBackend()
+    body = {"prompt": ["abcd"] * count, "n": n, "echo": True, "logprobs": 2, "max_tokens": 0}
+    response = post("/v1/completions", body, backend)
+    assert response.status_code == (400 if refused else 200)
+    if refused:
+        assert error(response)[1:] == (
+            "logprobs", f"{4 * count * n * 3} log-probabilities of prompts; ask for at most 96 at a time")  # fmt: skip
+        assert backend.requests == []
+        assert complete(body | {"echo": False, "max_tokens": 1})["choices"]  # of generated tokens there are few
+
+
+def test_choices_share_what_is_large() -> None:
+    """128 choices with a long `logit_bias` each checked it anew, on the event loop, for seconds."""
+    for path, prompt in (("/v1/completions", {"prompt": ["p", "q"]}), ("/v1/chat/completions", _CHAT)):
+        backend = FakeBackend()
+        post(path, prompt | {"n": 3, "seed": 2**64 - 2, "logit_bias": {"5": 1}, "max_tokens": 1}, backend)
+        samplings = [request.sampling for request in backend.requests]
+        assert len({id(one.logit_bias) for one in samplings}) == 1
+        seeds = [one.seed for one in samplings]
+        assert seeds == [2**64 - 2, 2**64 - 1, 0] * (len(seeds) // 3)
+
+
 def test_a_chat() -> None:
     answer = chat({"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 9})
     (choice,) = answer["choices"]
@@ -126,9 +155,6 @@ def test_a_chat_stream_begins_with_the_role() -> None:
     for found in deltas.values():
         assert found[0] == {"role": "assistant", "content": ""}
         assert "".join(delta.get("content", "") for delta in found) == "HI"
-
-
-_CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 class _Refusing(FakeBackend):
@@ -261,6 +287,54 @@ def test_a_full_queue_is_429_and_moves_on() -> None:
                       limits=LimitSettings(waiting=1)))[0] == 429  # all choices or none  # fmt: skip
 
 
+def asgi(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], asyncio.Queue[dict[str, Any]]]:
+    """A request below HTTP: its scope, and what the server receives."""
+    inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http",
+        "server": ("test", 80), "client": ("test", 1), "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    return scope, inbox
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_a_client_that_reads_slowly_holds_no_place_in_the_runtime(path: str) -> None:
+    """Who read a long stream slowly enough kept others waiting for up to an hour. It still counts as under way."""
+
+    async def run() -> None:
+        text = "x" * 300
+        backend = FakeBackend({"p": text.encode()}, max_requests=1)
+        backend.plan["max_prompt_tokens"] = 500
+        service, client = serving(backend, limits=LimitSettings(waiting=1))
+        said = {"prompt": "p"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "p"}]}
+        body = {"input": "p"} if path == "/v1/responses" else said | {"max_tokens": 400}
+        scope, inbox = asgi(path, body | {"stream": True})
+        reads, sent = asyncio.Event(), list[bytes]()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            await reads.wait()
+
+        async with client() as http:
+            call = asyncio.create_task(http._transport.app(scope, inbox.get, send))
+            while not sent:
+                await asyncio.sleep(0)
+            whole = await http.post("/v1/completions", json={"prompt": "hi"})
+            assert whole.json()["choices"][0]["text"] == "HI"
+            full = await http.post("/v1/completions", json={"prompt": "hi", "n": 2})
+            assert full.status_code == 429
+            assert (service.admission.inside, service.admission.waiting) == (0, 1)
+            reads.set()
+            await call
+        assert (service.admission.inside, service.admission.waiting) == (0, 0)
+        assert b"".join(sent).count(b"x") >= 300
+        assert len(sent) < 100  # what waited came as one
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     """Below HTTP: what the server sees is a disconnect while the answer is held."""
@@ -270,15 +344,7 @@ def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
         backend.hold = asyncio.Event()
         records: list[RequestRecord] = []
         service, client = serving(backend, sinks=[records.append])
-        body = json.dumps({"prompt": "hello", "stream": stream, "n": 2}).encode()
-        inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
-            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
-            "scheme": "http", "server": ("test", 80), "client": ("test", 1),
-            "headers": [(b"content-type", b"application/json")],
-        }  # fmt: skip
+        scope, inbox = asgi("/v1/completions", {"prompt": "hello", "stream": stream, "n": 2})
 
         async def send(message: Any) -> None:
             return None
