@@ -177,14 +177,21 @@ class CountBody(ReasoningBody):
         choice, config = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
         if choice.type == "tool" and choice.name is None:
             raise refused("'tool_choice' of type tool needs the tool's name", "tool_choice")
+        messages = _openai(self.messages)
+        if messages and messages[-1] == _EMPTY:  # the answer begins with nothing, as every one
+            messages.pop()
+        if not messages:
+            raise refused("'messages' have no content; give text", "messages")
+        if messages[-1].get("tool_calls"):
+            raise refused("'messages' end with a call of a tool; give its result behind it", "messages")
         wanted: Json = {
-            "model": self.model, "messages": [*self._instructions(), *_openai(self.messages)],
+            "model": self.model, "messages": [*self._instructions(), *messages],
             "tools": [tool.openai for tool in self.tools] if self.tools else None,
             "tool_choice": choice.openai if self.tools else None,
             "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
             "response_format": _response_format(config.format or self.output_format),
         }  # fmt: skip
-        if wanted["messages"][-1]["role"] == "assistant":  # the answer goes on with it
+        if messages[-1]["role"] == "assistant":  # the answer goes on with it
             wanted |= {"add_generation_prompt": False, "continue_final_message": True}
         shared = {name: getattr(self, name) for name in ReasoningBody.model_fields} | self._sampling()
         shared["reasoning_effort"] = shared["reasoning_effort"] or config.effort
@@ -225,8 +232,16 @@ def _response_format(given: Json | None) -> Json | None:
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
+_EMPTY = {"role": "assistant", "content": ""}
+_SPEAKERS = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant", "tool_result": "user"}
+
+
 def _openai(turns: Sequence[Turn]) -> list[Json]:
-    """Messages in OpenAI's form. A tool's result has the tool's name, which some templates show."""
+    """Messages in OpenAI's form. A tool's result has the tool's name, which some templates show.
+
+    Raises:
+        ApiError: 400, a block is in the message of another role, where it would be left out.
+    """
     found: list[Json] = []
     tools: dict[str, str] = {}  # of earlier calls, by their ids
     for role, neighbours in groupby(turns, lambda turn: turn.role):
@@ -234,6 +249,10 @@ def _openai(turns: Sequence[Turn]) -> list[Json]:
         for turn in neighbours:
             content = turn.content
             blocks += [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+        for block in blocks:
+            if (speaker := _SPEAKERS.get(block.type, role)) != role:
+                message = f"'messages': a block of type {block.type} in a message of role {role}"
+                raise refused(f"{message}; put it into one of role {speaker}", "messages")
         if role == "assistant":
             tools |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
             found.append(_assistant(blocks))
