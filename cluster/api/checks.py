@@ -38,7 +38,7 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
     if (parser is not plain_parser and model.special_calls) or (marks is not None and model.special_reasoning):
         display = replace(display, skip_special=False)
     grammar = await _grammar(model, body, key)
-    text = await model.chat_text(body, body.messages, tools=tools)
+    text = await model.chat_text(body, body.messages, tools=tools, key=key)
     ids = await model.prompt_ids(text, special=body.add_special_tokens, parameter="messages")
     body = model.with_defaults(body)
     tokens = model.tokens_for(body, len(ids))
@@ -99,7 +99,7 @@ async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) ->
     forced = body.forced_functions if isinstance(body, ChatBody) else {}
     given, turn = body.constraint, "" if key is None else key.name
     if not forced:
-        return None if given is None else await model.offload.in_turn(turn, partial(compiled, given))
+        return None if given is None else await model.offload.grammars.run(turn, partial(compiled, given))
     if given is not None:
         raise refused(f"'{given[0]}' and a forced tool call; leave one out", given[0])
     assert isinstance(body, ChatBody)
@@ -107,7 +107,7 @@ async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) ->
     if found is None or found.grammar is None:
         raise refused("this model's tool calls cannot be forced; set tool_choice to auto", "tool_choice")
     make = partial(found.grammar, forced, several and body.tool_choice == "required")
-    return await model.offload.in_turn(turn, lambda: forced_call(make, forced))
+    return await model.offload.grammars.run(turn, lambda: forced_call(make, forced))
 
 
 def _tool_parser(model: ServedModel, body: ChatBody, *, offered: bool) -> Callable[[], Parser]:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from ..checkpoints.generation import NO_DEFAULTS, GenerationDefaults
 from ..detokenizer import IncrementalText, TokenBytes
+from .keys import ANYONE, Key
 from .messages import Message, plain_of, written_bytes
 from .offload import Offload
 from .reasoning import marks_of
@@ -202,17 +203,19 @@ class ServedModel:
         return tuple(min(start, len(text)) for start in decoded.starts)
 
     async def chat_text(
-        self, body: TemplateBody, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+        self, body: TemplateBody, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (),
+        key: Key | None = ANYONE,
+    ) -> str:  # fmt: skip
         """A chat by the template.
 
         Args:
             body: further arguments of the template.
             tools: that are shown to the model.
+            key: whose request it is.
 
         Raises:
-            ApiError: 400, there is no template, it refuses the messages or is not done in time; 503, the process that
-                renders ended.
+            ApiError: 400, there is no template, it refuses the messages or is not done in time; 429, too many of the
+                key wait; 503, the process that renders ended.
         """
         template = self.template
         if template is None:
@@ -228,11 +231,11 @@ class ServedModel:
         size = called + sum(len(message["content"]) + len(message["role"]) + MESSAGE_BYTES for message in plain)
         options = body.variables(template)
         size += sum(len(str(given)) for given in (options, body.documents, tools) if given)
-        return await self.offload.run(
+        return await self.offload.chat(
+            key.name if key is not None else "",
             size,
             lambda: template.render(
                 plain, tools=tools, documents=body.all_documents, add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message, options=options,
             ),
-            waits=True,
         )  # fmt: skip

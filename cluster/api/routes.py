@@ -94,11 +94,12 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
         raise ApiError(400, message, code="unsupported_endpoint")
 
     @app.post("/tokenize", response_model=Json)
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         body.check()
         model.check_name(body.model)
         if body.messages is not None:
-            text = await model.chat_text(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
+            tools = [tool.plain for tool in body.tools or ()]
+            text = await model.chat_text(body, body.messages, tools=tools, key=request.state.key)
             ids = await model.prompt_ids(text, special=False, parameter="messages")
         else:
             ids = await model.prompt_ids(body.prompt or "", special=body.add_special_tokens)

@@ -28,7 +28,7 @@ from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.cluster.api.grammar import compiled, forced_call
-from tiermoe.cluster.api.offload import Offload
+from tiermoe.cluster.api.offload import Turns
 from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.schema import CompletionBody
 from tiermoe.cluster.api.tools import TOOL_FORMATS
@@ -237,7 +237,7 @@ def test_a_key_has_one_grammar_at_a_time_and_others_have_their_turns() -> None:
     """Also where its clients leave: their grammars end before the next one begins."""
 
     async def run() -> None:
-        offload, busy, free = Offload(), threading.Event(), threading.Event()
+        turns, busy, free = Turns("grammars", 32), threading.Event(), threading.Event()
         started: list[int] = []
 
         def work(number: int) -> int:
@@ -246,18 +246,18 @@ def test_a_key_has_one_grammar_at_a_time_and_others_have_their_turns() -> None:
             free.wait(20)
             return number
 
-        flood = [asyncio.create_task(offload.in_turn("one", partial(work, i))) for i in range(32)]
+        flood = [asyncio.create_task(turns.run("one", partial(work, i))) for i in range(32)]
         await asyncio.to_thread(busy.wait, 20)
         flood[0].cancel()
         with pytest.raises(ApiError, match="32 grammars wait already") as caught:
-            await offload.in_turn("one", partial(work, 99))
+            await turns.run("one", partial(work, 99))
         assert caught.value.status == 429
-        assert await offload.in_turn("other", lambda: "done") == "done"
+        assert await turns.run("other", lambda: "done") == "done"
         assert started == [0]
         free.set()
         assert await asyncio.gather(*flood[1:]) == list(range(1, 32))
-        assert offload._turns == {}
-        offload.close()
+        assert turns.keys == 0
+        turns.close()
 
     asyncio.run(run())
 
