@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -246,25 +247,34 @@ def test_bodies_are_bounded_whether_their_length_is_announced_or_not() -> None:
     assert ask(FakeBackend(), call, limits=LimitSettings(body_bytes=1024)) == [413, 413]
 
 
-def test_bodies_together_are_bounded() -> None:
+@pytest.mark.parametrize(("keyed", "other"), [(False, 429), (True, 429), (True, 200)])
+def test_bodies_together_are_bounded(keyed: bool, other: int, tmp_path: Path) -> None:
+    """Where there are keys, one leaves half to others."""
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    file.chmod(0o600)
+    keys = [{"Authorization": f"Bearer {name}"} for name in ("one", "two" if other == 200 else "one")]
+
     async def call(http: httpx.AsyncClient) -> list[int]:
         begun, over = asyncio.Event(), asyncio.Event()
 
         async def half() -> AsyncIterator[bytes]:
-            yield b" " * 900
+            yield b" " * (1900 if keyed else 3900)
             begun.set()
             await over.wait()
             yield b'{"prompt": "p"}'
 
         headers = {"Content-Type": "application/json"}
-        task = asyncio.create_task(http.post("/v1/completions", content=half(), headers=headers))
+        task = asyncio.create_task(http.post("/v1/completions", content=half(), headers=headers | keys[0]))
         await begun.wait()
-        other = await http.post("/v1/completions", content=b'{"prompt": "p"}' + b" " * 200, headers=headers)
+        content = b'{"prompt": "p"}' + b" " * 200
+        second = await http.post("/v1/completions", content=content, headers=headers | keys[1])
         over.set()
-        again = await http.post("/v1/completions", json={"prompt": "p"})
-        return [other.status_code, (await task).status_code, again.status_code]
+        again = await http.post("/v1/completions", json={"prompt": "p"}, headers=keys[1])
+        return [second.status_code, (await task).status_code, again.status_code]
 
-    assert ask(FakeBackend(), call, limits=LimitSettings(held_bytes=1024)) == [429, 200, 200]
+    limits = LimitSettings(held_bytes=4096, body_bytes=2000 if keyed else 4096)
+    assert ask(FakeBackend(), call, limits=limits, keys=file if keyed else None) == [other, 200, 200]
 
 
 def test_a_full_queue_is_429_and_moves_on() -> None:
