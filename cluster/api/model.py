@@ -170,7 +170,7 @@ class ServedModel:
                 raise self._too_long(f"{len(ids)} tokens", parameter)
             self.check_tokens(ids, parameter)
         if not ids:
-            raise refused("the prompt is empty; give at least one token", parameter)
+            raise refused(f"'{parameter}' is empty; give at least one token", parameter)
         return ids
 
     def _encode(self, text: str, special: bool, parameter: str) -> tuple[int, ...]:

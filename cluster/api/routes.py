@@ -110,7 +110,7 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
         model.check_name(body.model)
-        ids = await model.prompt_ids(body.tokens)
+        ids = await model.prompt_ids(body.tokens, parameter="tokens")
         return {"prompt": await model.text_of(ids)}
 
 

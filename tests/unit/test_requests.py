@@ -55,6 +55,7 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "reasoning_effort": ["hgih"], "reasoning": [{"effort": "lo"}, {"max_tokens": 1.5}],
         "thinking": [{"type": "on"}], "think": [5], "enable_thinking": ["yes"], "thinking_budget": [-2],
     },
+    TOKENS: {"prompt": [""]}, "/detokenize": {"tokens": [[], [257], [-1], [2**70], ["5"], "x"]},
     ANSWER: {
         "input": [[], [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}]],
         "tools": [[{"type": "web_search"}]], "previous_response_id": ["r"], "image": [{"detail": "low"}],
