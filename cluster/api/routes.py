@@ -41,6 +41,8 @@ from .runs import Runs
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 
 _LOG = logging.getLogger("tiermoe.server")
+# JSON leaves them as they are, and Python's `splitlines`, by which httpx reads lines, ends an event's line there
+_LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 
 
 def make_app(
@@ -236,7 +238,7 @@ async def _sse(answer: Written, record: RequestRecord) -> AsyncIterator[str]:
 
 def _event(value: Json, named: bool) -> str:
     kind = f"event: {value['type']}\n" if named and "type" in value else ""
-    return kind + f"data: {_json(value)}\n\n"
+    return kind + f"data: {_json(value).translate(_LINE_ENDS)}\n\n"
 
 
 def _json(value: Any) -> str:

@@ -20,6 +20,7 @@ from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.errors import RequestError
 
+_ROUTES = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
 _CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -309,7 +310,34 @@ def asgi(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], asyncio.Queue
     return scope, inbox
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def streamed(path: str, prompt: str) -> dict[str, Any]:
+    """The body of a stream's request."""
+    said = {"prompt": prompt} if path == "/v1/completions" else {"messages": [{"role": "user", "content": prompt}]}
+    body = {"input": prompt} if path == "/v1/responses" else said | {"max_tokens": 400}
+    return body | {"stream": True}
+
+
+@pytest.mark.parametrize("path", _ROUTES)
+def test_no_letter_of_an_answer_ends_a_line_of_its_stream(path: str) -> None:
+    """httpx's `iter_lines`, which clients read events by, splits at more letters than a stream of events does."""
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\r\nh\ni"
+    backend = FakeBackend({"p": text.encode()}, step=64)
+    backend.plan["max_prompt_tokens"] = 500
+    response = post(path, streamed(path, "p"), backend)
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    found = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert any(text in value for event in found for value in strings(event))
+
+
+def strings(value: Any) -> list[str]:
+    """All in a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for part in inner for text in strings(part)]
+
+
+@pytest.mark.parametrize("path", _ROUTES)
 def test_a_client_that_reads_slowly_holds_no_place_in_the_runtime(path: str) -> None:
     """Who read a long stream slowly enough kept others waiting for up to an hour. It still counts as under way."""
 
@@ -318,9 +346,7 @@ def test_a_client_that_reads_slowly_holds_no_place_in_the_runtime(path: str) -> 
         backend = FakeBackend({"p": text.encode()}, max_requests=1)
         backend.plan["max_prompt_tokens"] = 500
         service, client = serving(backend, limits=LimitSettings(waiting=1))
-        said = {"prompt": "p"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "p"}]}
-        body = {"input": "p"} if path == "/v1/responses" else said | {"max_tokens": 400}
-        scope, inbox = asgi(path, body | {"stream": True})
+        scope, inbox = asgi(path, streamed(path, "p"))
         reads, sent = asyncio.Event(), list[bytes]()
 
         async def send(message: Any) -> None:
