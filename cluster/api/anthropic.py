@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypeAliasType
 
 from .answers import CheckedRequest, Json
-from .messages import UNSUPPORTED, FunctionName, Sent, Text, refuse_other_than_text
+from .messages import MANY_TOOLS, UNSUPPORTED, FunctionName, Sent, Text, refuse_other_than_text
 from .model import MESSAGE_BYTES
 from .refusals import refused
 from .runs import Run
@@ -115,7 +115,9 @@ class ClientTool(Sent):
         return {"type": "function", "function": function}
 
 
-ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast()])
+ClientTools = TypeAliasType(
+    "ClientTools", Annotated[list[ClientTool], FailFast(), Field(max_length=MANY_TOOLS)]
+)  # fmt: skip
 
 
 class ToolChoice(RequestBody):

@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     FailFast,
+    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     StringConstraints,
@@ -23,6 +24,7 @@ from .bodies import exceeded
 from .refusals import refused
 
 _MANY_ARGUMENTS = 20_000
+MANY_TOOLS = 1024  # agents' servers of tools bring hundreds
 Text = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -213,7 +215,7 @@ class Tool(Sent):
 
 
 Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
-Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), Field(max_length=MANY_TOOLS)])
 
 
 class NamedFunction(Body):

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from .answers import CheckedRequest, Json
-from .messages import UNSUPPORTED, ContentParts, FunctionName, Sent, Text
+from .messages import MANY_TOOLS, UNSUPPORTED, ContentParts, FunctionName, Sent, Text
 from .model import MESSAGE_BYTES
 from .refusals import refused
 from .runs import Run
@@ -115,7 +115,9 @@ class ResponseTool(Sent):
         return {"type": "function", "function": given}
 
 
-ResponseTools = TypeAliasType("ResponseTools", Annotated[list[ResponseTool], FailFast()])
+ResponseTools = TypeAliasType(
+    "ResponseTools", Annotated[list[ResponseTool], FailFast(), Field(max_length=MANY_TOOLS)]
+)  # fmt: skip
 
 
 class NamedChoice(RequestBody):

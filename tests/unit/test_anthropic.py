@@ -55,7 +55,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"foo": 1}, "'foo' is not a parameter"), ({"temprature": 1}, "did you mean 'temperature'?"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305', are not supported"),
     ({"tools": [{"name": "x y", "input_schema": {}}]}, "'tools'"), ({"tools": [{"name": "x"}]}, "input_schema"),
-    ({"tools": _TOOLS, "tool_choice": {"type": "tool"}}, "'tool_choice'"),
+    ({"tools": _TOOLS * 1025}, "'tools'"), ({"tools": _TOOLS, "tool_choice": {"type": "tool"}}, "'tool_choice'"),
     ({"tools": _TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "no tool 'g'"),
     ({"tool_choice": {"type": "all"}}, "'tool_choice'"), ({"thinking": {"type": "on"}}, "'thinking'"),
     ({"stop_sequences": ["a"] * 17}, "17 stop strings"), ({"stop_sequences": ["a"], "stop": "b"}, "not both"),
