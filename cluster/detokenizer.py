@@ -22,6 +22,7 @@ import codecs
 import copy
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer, decoders
@@ -309,6 +310,12 @@ def _decoder(part: Mapping[str, Any]) -> Any:
     return made
 
 
+@lru_cache(4)
+def _special_tokens(tokenizer: Tokenizer) -> frozenset[str]:
+    """Their names. The library makes an object of each added token, of which some models have thousands."""
+    return frozenset(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
+
+
 class IncrementalText:
     """Token ids into text as they arrive. Ids without a token have no text.
 
@@ -323,8 +330,7 @@ class IncrementalText:
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer, self._steps = tokenizer, _steps(tokenizer)
-        added = tokenizer.get_added_tokens_decoder().values()
-        self._skipped = {token.content for token in added if token.special} if skip_special else set()
+        self._skipped = _special_tokens(tokenizer) if skip_special else frozenset[str]()
         self.starts: list[int] = []
         self._tokens = self._length = self.waiting = 0
         self._silent = 0  # tokens without text since the last one with some

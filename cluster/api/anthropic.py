@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypeAliasType
 
 from .answers import CheckedRequest, Json
-from .messages import UNSUPPORTED, FunctionName, Sent, Text, refuse_other_than_text
+from .messages import MANY_TOOLS, UNSUPPORTED, FunctionName, Sent, Text, refuse_other_than_text
 from .model import MESSAGE_BYTES
 from .refusals import refused
 from .runs import Run
@@ -26,7 +26,6 @@ from .schema import ChatBody, ReasoningBody, RequestBody, SamplingBody, Texts, f
 from .thinking import Effort
 
 _PING_S = 15.0  # without an event; clients close a connection that is silent for minutes
-_MANY_TOOLS = 128
 # Claude Code begins its instructions with one that differs from request to request: no prefix would be cached
 _NO_INSTRUCTION = "x-anthropic-billing-header:"
 
@@ -116,7 +115,9 @@ class ClientTool(Sent):
         return {"type": "function", "function": function}
 
 
-ClientTools = TypeAliasType("ClientTools", Annotated[list[ClientTool], FailFast()])
+ClientTools = TypeAliasType(
+    "ClientTools", Annotated[list[ClientTool], FailFast(), Field(max_length=MANY_TOOLS)]
+)  # fmt: skip
 
 
 class ToolChoice(RequestBody):
@@ -147,7 +148,7 @@ class CountBody(ReasoningBody):
     model: str | None = None
     messages: Turns = Field(min_length=1)
     system: str | TextBlocks | None = None
-    tools: ClientTools | None = Field(default=None, max_length=_MANY_TOOLS)
+    tools: ClientTools | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None  # its older name
@@ -164,6 +165,8 @@ class CountBody(ReasoningBody):
         tools, system = self.tools or [], self.system if isinstance(self.system, list) else []
         inner = set[str]().union(*(part.ignored for part in (*self.messages, *tools, *system)))
         found = super().ignored + (("context_management",) if self.context_management else ())
+        config = () if self.output_config is None else self.output_config.ignored
+        found += tuple(f"output_config.{name}" for name in config)
         return found + tuple(f"messages.{name}" for name in sorted(inner))
 
     @property
@@ -176,14 +179,21 @@ class CountBody(ReasoningBody):
         choice, config = self.tool_choice or ToolChoice(type="auto"), self.output_config or OutputConfig()
         if choice.type == "tool" and choice.name is None:
             raise refused("'tool_choice' of type tool needs the tool's name", "tool_choice")
+        messages = _openai(self.messages)
+        if messages and messages[-1] == _EMPTY:  # the answer begins with nothing, as every one
+            messages.pop()
+        if not messages:
+            raise refused("'messages' have no content; give text", "messages")
+        if messages[-1].get("tool_calls"):
+            raise refused("'messages' end with a call of a tool; give its result behind it", "messages")
         wanted: Json = {
-            "model": self.model, "messages": [*self._instructions(), *_openai(self.messages)],
+            "model": self.model, "messages": [*self._instructions(), *messages],
             "tools": [tool.openai for tool in self.tools] if self.tools else None,
             "tool_choice": choice.openai if self.tools else None,
             "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
             "response_format": _response_format(config.format or self.output_format),
         }  # fmt: skip
-        if wanted["messages"][-1]["role"] == "assistant":  # the answer goes on with it
+        if messages[-1]["role"] == "assistant":  # the answer goes on with it
             wanted |= {"add_generation_prompt": False, "continue_final_message": True}
         shared = {name: getattr(self, name) for name in ReasoningBody.model_fields} | self._sampling()
         shared["reasoning_effort"] = shared["reasoning_effort"] or config.effort
@@ -224,8 +234,16 @@ def _response_format(given: Json | None) -> Json | None:
     return {"type": "json_schema", "json_schema": {"schema": given.get("schema")}}
 
 
+_EMPTY = {"role": "assistant", "content": ""}
+_SPEAKERS = {"tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant", "tool_result": "user"}
+
+
 def _openai(turns: Sequence[Turn]) -> list[Json]:
-    """Messages in OpenAI's form. A tool's result has the tool's name, which some templates show."""
+    """Messages in OpenAI's form. A tool's result has the tool's name, which some templates show.
+
+    Raises:
+        ApiError: 400, a block is in the message of another role, where it would be left out.
+    """
     found: list[Json] = []
     tools: dict[str, str] = {}  # of earlier calls, by their ids
     for role, neighbours in groupby(turns, lambda turn: turn.role):
@@ -233,6 +251,10 @@ def _openai(turns: Sequence[Turn]) -> list[Json]:
         for turn in neighbours:
             content = turn.content
             blocks += [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+        for block in blocks:
+            if (speaker := _SPEAKERS.get(block.type, role)) != role:
+                message = f"'messages': a block of type {block.type} in a message of role {role}"
+                raise refused(f"{message}; put it into one of role {speaker}", "messages")
         if role == "assistant":
             tools |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
             found.append(_assistant(blocks))

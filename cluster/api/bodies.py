@@ -7,6 +7,7 @@ the limit after. Parsing and validation of a large body are done beside the even
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -92,7 +93,8 @@ def parse(data: bytes, limit_tokens: int) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ApiError: 400: it is missing or is not JSON (half of a surrogate pair is not), or has too many values.
+        ApiError: 400: it is missing or is not JSON (half of a surrogate pair is not), has too many values, or a number
+            beyond all floats (1e999), which no JSON could say again.
     """
     if not data:
         raise refused("the body is missing", None)
@@ -141,6 +143,8 @@ def _check_shape(value: Any, limit_tokens: int) -> None:
             raise refused(f"a name in the body has more than {_LONG_NAME} characters; no parameter has", None)
         if isinstance(found, (list, dict)):
             members = found if isinstance(found, list) else found.values()
+            if any(isinstance(member, float) and not math.isfinite(member) for member in members):
+                raise refused("a number in the body is beyond all floats; give a smaller one", None)
             inner = [member for member in members if isinstance(member, (list, dict))]
             seen += len(found) - len(inner)
             containers.extend(inner)

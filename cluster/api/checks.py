@@ -17,6 +17,7 @@ from .scanning import Parser, plain_parser
 from .schema import ChatBody, CompletionBody, GenerationBody
 from .thinking import hides_reasoning, splits_reasoning
 
+_MANY_SCORES = 2**20  # of the prompts of one request, which come at once; each takes some 200 bytes
 CALLS_STAY_TEXT = "tool calls (they stay text: how the model writes them is not known, see --tool-format)"
 
 
@@ -31,22 +32,20 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
     """
     body.check()
     model.check(body)
-    parser, display = _tool_parser(model, body), body.display
+    tools, display = body.offered_tools, body.display
+    parser = _tool_parser(model, body, offered=bool(tools))
     marks = model.reasoning if splits_reasoning(body) else None
     if (parser is not plain_parser and model.special_calls) or (marks is not None and model.special_reasoning):
         display = replace(display, skip_special=False)
     grammar = await _grammar(model, body, key)
-    text = await model.chat_text(body, body.messages, tools=body.offered_tools)
+    text = await model.chat_text(body, body.messages, tools=tools, key=key)
     ids = await model.prompt_ids(text, special=body.add_special_tokens, parameter="messages")
     body = model.with_defaults(body)
     tokens = model.tokens_for(body, len(ids))
     model.check_length(len(ids), tokens, "messages")
     choices = tuple(
-        Choice(
-            ids, body.sampling(tokens, index, body.wanted_logprobs, grammar=grammar), display,
-            cache_salt=body.cache_salt,
-        )
-        for index in range(body.choices)
+        Choice(ids, sampling, display, cache_salt=body.cache_salt)
+        for sampling in body.sampling(tokens, body.wanted_logprobs, grammar=grammar)
     )
     parsers = tuple(parser() for _ in choices)
     if marks is not None and grammar is None:  # a grammar is of the whole answer, which then has no reasoning
@@ -76,17 +75,19 @@ async def completion(model: ServedModel, body: CompletionBody, key: Key | None =
     prompts = tuple([await model.prompt_ids(prompt, special=special) for prompt in given or [""]])
     body = model.with_defaults(body)
     wanted = model.tokens_for(body, max(map(len, prompts)))
-    tokens, choices = max(1, wanted), []
+    tokens, prompt_tokens, scored = max(1, wanted), sum(map(len, prompts)), body.logprobs if body.echo else None
     for ids in prompts:
         model.check_length(len(ids), tokens, "prompt")
-        for index in range(body.choices):
-            sampling = body.sampling(tokens, index, body.logprobs, body.logprobs if body.echo else None, grammar)
-            choices.append(Choice(ids, sampling, body.display, wanted > 0, body.cache_salt))
+    if scored is not None and (scores := prompt_tokens * body.choices * (1 + scored)) > _MANY_SCORES:
+        message = f"{scores} log-probabilities of prompts; ask for at most {_MANY_SCORES} at a time"
+        raise refused(message, "logprobs")
+    each = body.sampling(tokens, body.logprobs, scored, grammar)
+    choices = [Choice(ids, one, body.display, wanted > 0, body.cache_salt) for ids in prompts for one in each]
     echoes: tuple[Echo, ...] | None = None
     if body.echo:
         echoes = tuple([await model.echo_of(text, ids) for text, ids in zip(given, prompts, strict=True)])
     form = CompletionForm(model.token_bytes, prompts, echoes, body.choices, body.logprobs is not None)
-    return CheckedRequest(model.name, tuple(choices), sum(map(len, prompts)), form, body, len(prompts))
+    return CheckedRequest(model.name, tuple(choices), prompt_tokens, form, body, len(prompts))
 
 
 async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) -> str | None:
@@ -98,7 +99,7 @@ async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) ->
     forced = body.forced_functions if isinstance(body, ChatBody) else {}
     given, turn = body.constraint, "" if key is None else key.name
     if not forced:
-        return None if given is None else await model.offload.in_turn(turn, partial(compiled, given))
+        return None if given is None else await model.offload.grammars.run(turn, partial(compiled, given))
     if given is not None:
         raise refused(f"'{given[0]}' and a forced tool call; leave one out", given[0])
     assert isinstance(body, ChatBody)
@@ -106,20 +107,23 @@ async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) ->
     if found is None or found.grammar is None:
         raise refused("this model's tool calls cannot be forced; set tool_choice to auto", "tool_choice")
     make = partial(found.grammar, forced, several and body.tool_choice == "required")
-    return await model.offload.in_turn(turn, lambda: forced_call(make, forced))
+    return await model.offload.grammars.run(turn, lambda: forced_call(make, forced))
 
 
-def _tool_parser(model: ServedModel, body: ChatBody) -> Callable[[], Parser]:
+def _tool_parser(model: ServedModel, body: ChatBody, *, offered: bool) -> Callable[[], Parser]:
     """What makes a parser of a choice's text. Where it is not known how the model calls, the client is told.
+
+    Args:
+        offered: whether the model is shown any tools.
 
     Raises:
         ApiError: 400, there are tools and the model cannot call any.
     """
     found, refusal = model.calling.format, model.calling.refusal
-    if body.offered_tools and model.template is not None and refusal is not None:
+    if offered and model.template is not None and refusal is not None:
         raise refused(refusal, "tools")
-    if found is None or not (found.always or body.offered_tools):
-        if found is None and body.offered_tools and model.template is not None:
+    if found is None or not (found.always or offered):
+        if found is None and offered and model.template is not None:
             body.ignore(CALLS_STAY_TEXT)
         return plain_parser
     return partial(found.parser, body.functions)

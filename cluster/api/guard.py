@@ -6,7 +6,9 @@ import asyncio
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Response
@@ -48,7 +50,7 @@ class Guard:
         self._app, self._keys, self._limits = app, keys, limits
         self._access = Access(keyed=keys is not None) if access is None else access
         self._sinks = tuple(sinks)
-        self._held = 0  # bytes of the bodies of all requests under way
+        self._held = Counter[str]()  # bytes of the bodies of all requests under way, by the names of keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -103,13 +105,16 @@ class Guard:
             answer = JSONResponse(refusal.body_for(record.path), refusal.status, refusal.headers)
             await answer(scope, receive, send)
             return
-        body = _Body(receive, self._limits, self._hold)
+        key = record.key or ""
+        body = _Body(receive, self._limits, partial(self._hold, key))
         # the connection leaves a HEAD's body out
         routed = {**scope, "method": "GET"} if record.method == "HEAD" else scope
         try:
             await self._app(routed, body.receive, send)
         finally:
-            self._held -= body.taken
+            self._held[key] -= body.taken
+            if not self._held[key]:
+                del self._held[key]
 
     def _check(self, record: RequestRecord, headers: dict[bytes, bytes]) -> Key | None:
         """The request's key. Raises ApiError 401 or 413."""
@@ -129,13 +134,16 @@ class Guard:
             raise _too_large(self._limits)
         return key
 
-    def _hold(self, count: int) -> None:
-        if self._held + count > self._limits.held_bytes:
+    def _hold(self, key: str, count: int) -> None:
+        """Count more bytes of a key. Where there are keys, one alone leaves half of the room to others: bodies that do
+        not end would take all of it. Raises ApiError: 429."""
+        most, all_held, own = self._limits.held_bytes, self._held.total(), self._held[key] + count
+        if all_held + count > most or (self._keys is not None and own > max(most // 2, self._limits.body_bytes)):
             raise ApiError(
-                429, f"{self._held} bytes of requests are under way; try again in a moment",
+                429, f"{all_held} bytes of requests are under way; try again in a moment",
                 code="rate_limit_exceeded", headers={"Retry-After": "1"},
             )  # fmt: skip
-        self._held += count
+        self._held[key] += count
 
 
 class _Body:

@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     FailFast,
+    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     StringConstraints,
@@ -23,6 +24,7 @@ from .bodies import exceeded
 from .refusals import refused
 
 _MANY_ARGUMENTS = 20_000
+MANY_TOOLS = 1024  # agents' servers of tools bring hundreds
 Text = Annotated[str, StringConstraints(min_length=1)]
 
 
@@ -50,9 +52,9 @@ def _names(body: type[BaseModel]) -> frozenset[str]:
 
 # what clients send along with messages, and what no template reads: hints to caches, and what an answer had besides
 _HARMLESS = frozenset({
-    "cache_control", "prompt_cache_key", "index", "id", "status", "annotations", "citations", "logprobs", "metadata",
-    "created", "created_at", "createdAt", "timestamp", "provider_specific_fields", "provider_options",
-    "providerOptions", "provider_metadata", "providerMetadata", "extra_content", "thinking_blocks",
+    "cache_control", "prompt_cache_key", "prompt_cache_breakpoint", "index", "id", "status", "annotations", "citations",
+    "logprobs", "metadata", "created", "created_at", "createdAt", "timestamp", "provider_specific_fields",
+    "provider_options", "providerOptions", "provider_metadata", "providerMetadata", "extra_content", "thinking_blocks",
     "reasoning_details", "parsed", "parsed_arguments",
 })  # fmt: skip
 
@@ -213,7 +215,7 @@ class Tool(Sent):
 
 
 Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
-Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast()])
+Tools = TypeAliasType("Tools", Annotated[list[Tool], FailFast(), Field(max_length=MANY_TOOLS)])
 
 
 class NamedFunction(Body):
@@ -233,6 +235,12 @@ def written_bytes(messages: Sequence[Message]) -> int:
     )  # fmt: skip
 
 
+def _closed(arguments: str) -> bytes:
+    """Arguments that may have broken off within a string: what follows them is not inside of it."""
+    text = arguments.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb'\"', b"").replace(b"\\", b"")
+    return text + b'"' * (text.count(b'"') % 2)
+
+
 def plain_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """As templates expect them.
 
@@ -243,8 +251,7 @@ def plain_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
         call.function.arguments for message in messages for call in message.tool_calls or ()
         if isinstance(call.function.arguments, str)
     ]  # fmt: skip
-    # one text, of which each part may be complete: the quotes of a part that is not are refused below
-    if exceeded(b",".join(text.encode("utf-8", "surrogatepass") for text in texts), _MANY_ARGUMENTS):
+    if exceeded(b",".join(map(_closed, texts)), _MANY_ARGUMENTS):
         message = f"'messages': the arguments of calls hold more than {_MANY_ARGUMENTS} values; send less at a time"
         raise refused(message, "messages")
     return [message.plain for message in messages]

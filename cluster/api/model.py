@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from ..checkpoints.generation import NO_DEFAULTS, GenerationDefaults
 from ..detokenizer import IncrementalText, TokenBytes
+from .keys import ANYONE, Key
 from .messages import Message, plain_of, written_bytes
 from .offload import Offload
 from .reasoning import marks_of
@@ -22,6 +23,7 @@ from .tools import calling
 
 B = TypeVar("B", bound=GenerationBody)
 MESSAGE_BYTES = 64  # of text, whose tokens take as long as one message beside its text
+_PLACE_BYTES = 16  # the same, of one token whose place in a text is looked for
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class ServedModel:
                 raise self._too_long(f"{len(ids)} tokens", parameter)
             self.check_tokens(ids, parameter)
         if not ids:
-            raise refused("the prompt is empty; give at least one token", parameter)
+            raise refused(f"'{parameter}' is empty; give at least one token", parameter)
         return ids
 
     def _encode(self, text: str, special: bool, parameter: str) -> tuple[int, ...]:
@@ -190,7 +192,7 @@ class ServedModel:
     async def echo_of(self, prompt: str | Sequence[int], ids: Sequence[int]) -> Echo:
         """A prompt as its answer echoes it: given text unchanged, token ids with the names of special tokens."""
         text = prompt if isinstance(prompt, str) else await self.text_of(ids)
-        return await self.offload.run(len(ids), lambda: Echo(text, self._starts(ids, text)))
+        return await self.offload.run(_PLACE_BYTES * len(ids), lambda: Echo(text, self._starts(ids, text)))
 
     def _starts(self, ids: Sequence[int], text: str) -> tuple[int, ...]:
         """Places of tokens in their text, which may leave out the special tokens that were added to it."""
@@ -201,17 +203,19 @@ class ServedModel:
         return tuple(min(start, len(text)) for start in decoded.starts)
 
     async def chat_text(
-        self, body: TemplateBody, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+        self, body: TemplateBody, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (),
+        key: Key | None = ANYONE,
+    ) -> str:  # fmt: skip
         """A chat by the template.
 
         Args:
             body: further arguments of the template.
             tools: that are shown to the model.
+            key: whose request it is.
 
         Raises:
-            ApiError: 400, there is no template, it refuses the messages or is not done in time; 503, the process that
-                renders ended.
+            ApiError: 400, there is no template, it refuses the messages or is not done in time; 429, too many of the
+                key wait; 503, the process that renders ended.
         """
         template = self.template
         if template is None:
@@ -227,11 +231,11 @@ class ServedModel:
         size = called + sum(len(message["content"]) + len(message["role"]) + MESSAGE_BYTES for message in plain)
         options = body.variables(template)
         size += sum(len(str(given)) for given in (options, body.documents, tools) if given)
-        return await self.offload.run(
+        return await self.offload.chat(
+            key.name if key is not None else "",
             size,
             lambda: template.render(
                 plain, tools=tools, documents=body.all_documents, add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message, options=options,
             ),
-            waits=True,
         )  # fmt: skip

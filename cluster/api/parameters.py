@@ -16,7 +16,8 @@ from typing import Any
 IGNORED = frozenset({
     # OpenAI: accounts, caches, moderation, hints
     "user", "store", "metadata", "service_tier", "prediction", "prompt_cache_key", "prompt_cache_retention",
-    "safety_identifier", "include_obfuscation", "verbosity", "include", "max_tool_calls", "moderation",
+    "prompt_cache_options", "safety_identifier", "include_obfuscation", "verbosity", "include", "max_tool_calls",
+    "moderation", "access_programs",
     # of a model's reasoning, where there is no chat template
     "reasoning_effort", "reasoning", "thinking", "think", "enable_thinking", "thinking_budget", "thinking_token_budget",
     "include_reasoning", "separate_reasoning", "reasoning_format", "stream_reasoning", "chat_template_kwargs",
@@ -35,7 +36,7 @@ IGNORED = frozenset({
     "caching", "cache", "cache_control", "anthropic_beta", "betas", "extra_headers", "incremental_output",
     # Anthropic: accounts, caches, places
     "inference_geo", "speed", "user_profile_id", "workspace_id", "diagnostics", "billing_policy",
-    "fallback_credit_token",
+    "fallback_credit_token", "task_budget",
     # they shape what is off below
     "repeat_last_n", "penalize_nl", "penalize_newline", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
     "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
@@ -50,6 +51,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"), "audio": (None,),
     "modalities": (None, ["text"]), "web_search_options": (None,),
     "previous_response_id": (None,), "conversation": (None,), "background": (None, False),
+    "background_options": (None, {}), "image": (None, {}),
     "prompt": (None,), "truncation": (None, "disabled", "auto"), "context_management": (None, []),
     "tools": (None, []), "tool_choice": (None, "none", "auto"), "parallel_tool_calls": (None, True, False),
     "logprobs": (None, False), "top_logprobs": (None, 0), "n": (None, 1), "stream_options": (None, {}),

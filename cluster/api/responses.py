@@ -13,21 +13,22 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from .answers import CheckedRequest, Json
-from .messages import UNSUPPORTED, ContentParts, FunctionName, Sent, Text
+from .messages import MANY_TOOLS, UNSUPPORTED, ContentParts, FunctionName, Sent, Text
+from .model import MESSAGE_BYTES
 from .refusals import refused
 from .runs import Run
-from .schema import ChatBody, ReasoningBody, RequestBody, SamplingBody
+from .schema import ChatBody, ReasoningBody, RequestBody, SamplingBody, Texts
 
-_MANY_TOOLS = 128
+_SCORES = "message.output_text.logprobs"
 
 
 class InputMessage(Sent):
     """A message, also as an earlier answer had it."""
 
+    harmless: ClassVar[frozenset[str]] = Sent.harmless | {"phase"}
     type: Literal["message"] = "message"
     role: Text
     content: str | ContentParts
-    phase: None = None
 
 
 class ReasoningText(Sent):
@@ -64,7 +65,7 @@ class FunctionCall(Sent):
 class FunctionOutput(Sent):
     """What a call gave."""
 
-    harmless: ClassVar[frozenset[str]] = Sent.harmless | {"caller", "name"}
+    harmless: ClassVar[frozenset[str]] = Sent.harmless | {"caller", "name", "namespace"}
     type: Literal["function_call_output"]
     call_id: Text
     output: str | ContentParts
@@ -114,7 +115,9 @@ class ResponseTool(Sent):
         return {"type": "function", "function": given}
 
 
-ResponseTools = TypeAliasType("ResponseTools", Annotated[list[ResponseTool], FailFast()])
+ResponseTools = TypeAliasType(
+    "ResponseTools", Annotated[list[ResponseTool], FailFast(), Field(max_length=MANY_TOOLS)]
+)  # fmt: skip
 
 
 class NamedChoice(RequestBody):
@@ -126,20 +129,35 @@ class TextOptions(RequestBody):
     format: dict[str, Any] | None = None  # `verbosity` is a hint, and ignored
 
 
+class EventOptions(RequestBody):
+    """Of a stream. OpenAI's one, `include_obfuscation`, is ignored."""
+
+
 class ResponsesBody(SamplingBody, ReasoningBody):
     """`POST /v1/responses`."""
 
     input: str | InputItems
+    include: Texts | None = None  # of tools that are not there, and of reasoning, which is not encrypted
+    stream_options: EventOptions | None = None
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     text: TextOptions | None = None
-    tools: ResponseTools | None = Field(default=None, max_length=_MANY_TOOLS)
+    tools: ResponseTools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
+    def size(self) -> int:
+        """About the bytes of text that the translation takes as long as."""
+        return MESSAGE_BYTES * (len(self.input) * isinstance(self.input, list) + 16 * len(self.tools or ()))
+
+    @property
     def ignored(self) -> tuple[str, ...]:
-        return super().ignored + (() if self.text is None else tuple(f"text.{name}" for name in self.text.ignored))
+        options = {"text": self.text, "stream_options": self.stream_options}
+        found = super().ignored + (("include",) if self.include else ())
+        found += tuple(f"{name}.{inner}" for name, given in options.items() if given for inner in given.ignored)
+        parts = [*(self.input if isinstance(self.input, list) else ()), *(self.tools or ())]
+        return found + tuple(f"input.{name}" for name in sorted(set[str]().union(*(part.ignored for part in parts))))
 
     @property
     def chat(self) -> ChatBody:
@@ -150,6 +168,9 @@ class ResponsesBody(SamplingBody, ReasoningBody):
         """
         if not self.input:
             raise refused("'input' is empty; give text or messages", "input")
+        if _SCORES in (self.include or ()):
+            message = f"'include': this route gives no '{_SCORES}'; ask /v1/chat/completions for logprobs"
+            raise refused(message, "include")
         items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         given = _messages(items)
         if self.instructions is not None:

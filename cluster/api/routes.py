@@ -30,7 +30,7 @@ from .bodies import body_route
 from .checks import chat, completion
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
-from .model import MESSAGE_BYTES, ServedModel
+from .model import ServedModel
 from .offload import LARGE_BYTES
 from .origins import Access
 from .parameters import warning
@@ -41,6 +41,8 @@ from .runs import Runs
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
 
 _LOG = logging.getLogger("tiermoe.server")
+# JSON leaves them as they are, and Python's `splitlines`, by which httpx reads lines, ends an event's line there
+_LINE_ENDS = {ord(letter): f"\\u{ord(letter):04x}" for letter in "\x85\u2028\u2029"}
 
 
 def make_app(
@@ -75,8 +77,7 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
 
     @app.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        size = MESSAGE_BYTES * len(body.input) if isinstance(body.input, list) else 0
-        chats = await model.offload.run(size, lambda: body.chat)
+        chats = await model.offload.run(body.size, lambda: body.chat)
         return await _generate(runs, request, await chat(model, chats, request.state.key), ResponsesAnswer)
 
     @app.post("/v1/messages")
@@ -95,11 +96,12 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
         raise ApiError(400, message, code="unsupported_endpoint")
 
     @app.post("/tokenize", response_model=Json)
-    async def tokenize(body: TokenizeBody) -> Response:
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
         body.check()
         model.check_name(body.model)
         if body.messages is not None:
-            text = await model.chat_text(body, body.messages, tools=[tool.plain for tool in body.tools or ()])
+            tools = [tool.plain for tool in body.tools or ()]
+            text = await model.chat_text(body, body.messages, tools=tools, key=request.state.key)
             ids = await model.prompt_ids(text, special=False, parameter="messages")
         else:
             ids = await model.prompt_ids(body.prompt or "", special=body.add_special_tokens)
@@ -110,7 +112,7 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Json:
         model.check_name(body.model)
-        ids = await model.prompt_ids(body.tokens)
+        ids = await model.prompt_ids(body.tokens, parameter="tokens")
         return {"prompt": await model.text_of(ids)}
 
 
@@ -236,7 +238,7 @@ async def _sse(answer: Written, record: RequestRecord) -> AsyncIterator[str]:
 
 def _event(value: Json, named: bool) -> str:
     kind = f"event: {value['type']}\n" if named and "type" in value else ""
-    return kind + f"data: {_json(value)}\n\n"
+    return kind + f"data: {_json(value).translate(_LINE_ENDS)}\n\n"
 
 
 def _json(value: Any) -> str:

@@ -25,7 +25,7 @@ from .schema import Display
 from .settings import LimitSettings
 from .text import ChoiceText, Delta
 
-_QUEUED_DELTAS = 64  # that a slow client may be behind, for each request
+_UNREAD_DELTAS = 64  # of one choice, which its client gets one by one; more are one
 _UNKNOWN = NotReady("the runtime has not answered yet")
 
 
@@ -47,52 +47,67 @@ class Choice:
 class Run:
     """The choices of one request under way; `close` ends what still runs.
 
+    A choice gives its place in the runtime back once it has been generated, however slowly its client reads: what the
+    client has not read waits here, and counts as under way until `close`.
+
     Args:
         choices: the deltas of each.
         times: of each choice.
-        ended: called as each choice ends, however it ends.
+        ended: called for each choice once it has ended, however it ends, and the run is closed.
     """
 
     def __init__(
         self, choices: Sequence[AsyncGenerator[Delta]], times: Sequence[ChoiceTimes], ended: Callable[[], None]
     ) -> None:
-        self.choices, self.times = len(choices), list(times)
-        self._queue: asyncio.Queue[tuple[int, Delta | ApiError]] = asyncio.Queue(_QUEUED_DELTAS)
-        self._tasks = []
-        for index, deltas in enumerate(choices):
-            # started here and not by the reader: a reader that never comes must not occupy the queue
-            task = asyncio.create_task(self._forward(index, deltas))
-            task.add_done_callback(lambda _: ended())
-            self._tasks.append(task)
+        self.choices, self.times, self._ended, self._closed = len(choices), list(times), ended, False
+        self._unread: dict[int, list[Delta]] = {}  # of each choice, in the order of arrival of the first
+        self._failure: ApiError | None = None
+        self._came = asyncio.Event()
+        # started here and not by the reader, who may never come
+        self._tasks = [asyncio.create_task(self._forward(index, deltas)) for index, deltas in enumerate(choices)]
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(choice, its new part), in the order of arrival, until all choices have ended.
+        """(choice, its new part), until all choices have ended. Many parts of one choice that wait are one.
 
         Raises:
             ApiError: a choice failed.
         """
         open_choices = self.choices
         while open_choices:
-            index, item = await self._queue.get()
-            if isinstance(item, ApiError):
-                raise item
-            open_choices -= item.finish is not None
-            yield index, item
+            await self._came.wait()
+            self._came.clear()
+            while self._unread:
+                index = next(iter(self._unread))
+                parts = self._unread.pop(index)
+                for delta in parts if len(parts) <= _UNREAD_DELTAS else (Delta.joined(parts),):
+                    open_choices -= delta.finish is not None
+                    yield index, delta
+            if self._failure is not None:
+                raise self._failure
 
     def close(self) -> None:
-        """Cancel what has not ended, here and in the runtime. Does not wait."""
+        """Cancel what has not ended, here and in the runtime. Does not wait. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         for task in self._tasks:
             task.cancel()
+            task.add_done_callback(lambda _: self._ended())
 
     async def _forward(self, index: int, deltas: AsyncGenerator[Delta]) -> None:
         try:
             async with aclosing(deltas):
                 async for delta in deltas:
-                    await self._queue.put((index, delta))
+                    self._unread.setdefault(index, []).append(delta)
+                    self._came.set()
         except TierMoeError as error:
-            await self._queue.put((index, from_failure(error)))
+            self._fail(from_failure(error))
         except Exception as error:  # else the reader would wait for ever
-            await self._queue.put((index, ApiError(500, f"the server failed: {type(error).__name__}: {error}")))
+            self._fail(ApiError(500, f"the server failed: {type(error).__name__}: {error}"))
+
+    def _fail(self, error: ApiError) -> None:
+        self._failure = error
+        self._came.set()
 
 
 class Runs:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -338,13 +338,13 @@ class GenerationBody(SamplingBody):
         return self._ignored + (() if self.stream_options is None else self.stream_options.ignored)
 
     def sampling(
-        self, max_tokens: int, index: int, logprobs: int | None = None, prompt_logprobs: int | None = None,
+        self, max_tokens: int, logprobs: int | None = None, prompt_logprobs: int | None = None,
         grammar: str | None = None,
-    ) -> SamplingParams:  # fmt: skip
-        """How choice number `index` of a prompt picks its tokens.
+    ) -> list[SamplingParams]:  # fmt: skip
+        """How each choice of a prompt picks its tokens.
 
         Choice 0 draws with the seed itself, choice i with seed + i: the same prompt gives the same choices, alone and
-        in a list.
+        in a list. All else is one object: it may be large.
         """
         if (self.min_tokens or 0) > max_tokens:
             raise refused(f"min_tokens {self.min_tokens} exceeds the limit of {max_tokens} tokens", "min_tokens")
@@ -353,7 +353,7 @@ class GenerationBody(SamplingBody):
             temperature=1.0 if self.temperature is None else float(self.temperature),
             top_p=1.0 if self.top_p is None else float(self.top_p),
             top_k=max(self.top_k or 0, 0),
-            seed=None if self.seed is None else (self.seed + index) % 2**64,
+            seed=None if self.seed is None else self.seed % 2**64,
             ignore_eos=bool(self.ignore_eos),
             min_tokens=self.min_tokens or 0,
             logprobs=logprobs,
@@ -371,7 +371,9 @@ class GenerationBody(SamplingBody):
         except RequestError as error:
             name = error.what.partition(" ")[0]
             raise refused(str(error), name if name in type(self).model_fields else None) from error
-        return found
+        if found.seed is None:
+            return [found] * self.choices
+        return [replace(found, seed=(found.seed + index) % 2**64) for index in range(self.choices)]
 
 
 class CompletionBody(GenerationBody):
@@ -464,7 +466,7 @@ class ChatBody(GenerationBody, TemplateBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     add_special_tokens: bool = False  # a template writes its own
-    tools: Tools | None = Field(default=None, max_length=128)
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
@@ -519,7 +521,7 @@ class TokenizeBody(TemplateBody):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    tools: Tools | None = Field(default=None, max_length=128)
+    tools: Tools | None = None
     add_special_tokens: bool = True
 
     def check(self) -> None:

@@ -175,9 +175,10 @@ class Delta:
     parts: tuple[tuple[int, int], ...] = ()
 
     def tokens_until(self, text: str) -> int:
-        """How many tokens had been generated when the last letters of a part of the text were there."""
+        """How many tokens had been generated when the last letters of a part of the text were there; the part may
+        repeat itself, and is not longer than what is before its end."""
         last = text[-_LAST:]
-        end = self.text.find(last) + len(last)
+        end = self.text.find(last, len(text) - len(last)) + len(last)
         return next((tokens for letters, tokens in self.parts if letters >= end), self.tokens)
 
     @staticmethod

@@ -45,8 +45,10 @@ class Reasoning(Body):
     max_tokens: Budget | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-    summary: Any = None  # of OpenAI's service; there is none here
+    summary: Any = None  # of OpenAI's service, as what follows; there is none here
     generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
 
 
 class Thinking(Body):
@@ -78,8 +80,8 @@ def wishes(given: Any) -> Iterator[Wish]:
         yield Wish("reasoning.effort", "effort", found.effort)
         yield Wish("reasoning.max_tokens", "budget", found.max_tokens)
         yield Wish("reasoning.enabled", "switch", found.enabled)
-        yield Wish("reasoning.summary", "other", found.summary)
-        yield Wish("reasoning.generate_summary", "other", found.generate_summary)
+        for name in ("summary", "generate_summary", "context", "mode"):
+            yield Wish(f"reasoning.{name}", "other", getattr(found, name))
     else:
         yield _of_word("reasoning", found)
     if isinstance(found := given.thinking, Thinking):

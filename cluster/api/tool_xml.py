@@ -14,6 +14,7 @@ from .scanning import Put, Scan, Steps, rewritten, written
 
 MANY_ARGUMENTS = 10_000  # that Python's parser reads, which takes microseconds for each under the interpreter's lock
 _DEEP = 30  # elements in elements
+_MANY_FORMS = 64  # of one value, that are looked at in its schema
 Functions = Mapping[str, Any]  # the JSON schema of each one's arguments
 Read = Callable[[Scan], Steps[bool]]  # a call, or several; False: what is read is none, or from here on
 
@@ -264,17 +265,21 @@ def _typed(text: str, schema: Any) -> str:
 
 
 def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema names."""
-    if not isinstance(schema, dict):
-        return set()
-    named = schema.get("type")
-    found = {named} if isinstance(named, str) else {name for name in named or () if isinstance(name, str)}
-    for inner in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
-        found |= _types(inner)
-    if any(isinstance(value, str) for value in _list(schema.get("enum"))):
-        found.add("string")
+    """The JSON types that a schema names, whatever it is: clients write it. Asked for each value of an answer."""
+    found, schemas = set[str](), [schema]
+    for _ in range(_MANY_FORMS):
+        if not schemas:
+            break
+        one = schemas.pop()
+        if not isinstance(one, dict):
+            continue
+        named = one.get("type")
+        found |= {name for name in (named, *_list(named)) if isinstance(name, str)}
+        if any(isinstance(value, str) for value in _list(one.get("enum"))):
+            found.add("string")
+        schemas += _list(one.get("anyOf")) + _list(one.get("oneOf"))
     return found
 
 
 def _list(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []
+    return found[:_MANY_FORMS] if isinstance(found, list) else []

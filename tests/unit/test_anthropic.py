@@ -25,6 +25,22 @@ def user(*blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [*blocks]}]}
 
 
+_CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
+_CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+
+def result(**more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "toolu_1"} | more
+
+
+def text(words: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": words} | more
+
+
+def turns(*given: tuple[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in given]}
+
+
 # what the body has, words of the message
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "'max_tokens'"), ({"max_tokens": 0}, "'max_tokens'"), ({"messages": []}, "'messages'"),
@@ -39,13 +55,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"foo": 1}, "'foo' is not a parameter"), ({"temprature": 1}, "did you mean 'temperature'?"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305', are not supported"),
     ({"tools": [{"name": "x y", "input_schema": {}}]}, "'tools'"), ({"tools": [{"name": "x"}]}, "input_schema"),
-    ({"tools": _TOOLS * 129}, "'tools'"), ({"tools": _TOOLS, "tool_choice": {"type": "tool"}}, "'tool_choice'"),
+    ({"tools": _TOOLS * 1025}, "'tools'"), ({"tools": _TOOLS, "tool_choice": {"type": "tool"}}, "'tool_choice'"),
     ({"tools": _TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "no tool 'g'"),
     ({"tool_choice": {"type": "all"}}, "'tool_choice'"), ({"thinking": {"type": "on"}}, "'thinking'"),
     ({"stop_sequences": ["a"] * 17}, "17 stop strings"), ({"stop_sequences": ["a"], "stop": "b"}, "not both"),
     ({"output_config": {"format": {"type": "xml"}}}, "'response_format'"), ({"container": "c"}, "'container'"),
     ({"mcp_servers": [{"name": "m"}]}, "'mcp_servers'"), ({"n": 2}, "'n'"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "exceed the limit"),
+    # what would be left out, or leaves nothing, which was a 500
+    (user(), "have no content; give text"), ({"messages": [{"role": "assistant", "content": ""}]}, "have no content"),
+    (user(text("x"), _CALL), "'messages': a block of type tool_use in a message of role user; put it into one of role"),
+    (user({"type": "thinking", "thinking": "x"}), "a block of type thinking"),
+    (turns(("assistant", [result(content="x")]), ("user", "y")), "a block of type tool_result"),
+    (turns(("user", "x"), ("assistant", [text("y"), _CALL])), "give its result behind it"),
 ]  # fmt: skip
 
 
@@ -94,22 +116,6 @@ def test_keys(tmp_path: Path) -> None:
             assert failed(response)[1] == "authentication_error"
 
 
-_CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"x": 1}}
-_CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
-
-
-def result(**more: Any) -> dict[str, Any]:
-    return {"type": "tool_result", "tool_use_id": "toolu_1"} | more
-
-
-def text(words: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": words} | more
-
-
-def turns(*given: tuple[str, Any]) -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": content} for role, content in given]}
-
-
 _NAMED = (
     "{% for t in tools or [] %}{{ t.function.name }}({{ t.function.description }});{% endfor %}{% for m in messages %}"
     "<{{ m.role }}{{ ' ' + m.name if m.name }}>{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
@@ -131,6 +137,10 @@ SHOWN: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [_TOOLS[0] | {"description": "d", "strict": True, "eager_input_streaming": True} | _CACHED]},
      "f(d);<user>hi<assistant>", "messages.cache_control, messages.eager_input_streaming"),
     ({"tools": _TOOLS, "tool_choice": {"type": "none"}}, "<user>hi<assistant>", ""),
+    # servers of tools bring hundreds
+    ({"tools": _TOOLS * 300, "tool_choice": {"type": "none"}}, "<user>hi<assistant>", ""),
+    ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "<user>hi<assistant>",
+     "output_config.task_budget"),
     (turns(("user", "a"), ("assistant", [{"type": "thinking", "thinking": "hm", "signature": "s"}, text("so"), _CALL]),
            ("user", [result(content=[text("b"), text("c")]), text("d")])),
      f"<user>a<assistant>[hm]so{_F}<tool f>b\nc<user>d<assistant>", ""),
@@ -139,6 +149,8 @@ SHOWN: list[tuple[dict[str, Any], str, str]] = [
     (turns(("user", "a"), ("assistant", [{"type": "redacted_thinking", "data": "x"}, text("b")]), ("user", "c")),
      "<user>a<assistant>b<user>c<assistant>", ""),
     (turns(("user", "a"), ("assistant", "So")), "<user>a<assistant>So", ""),  # to be gone on with
+    *((turns(("user", "a"), ("assistant", nothing)), "<user>a<assistant>", "")
+      for nothing in ("", [], [text("")], [{"type": "redacted_thinking", "data": "x"}])),
     ({"thinking": {"type": "disabled"}}, "<user>hi<assistant>-", ""),
     ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "none"}}, "<user>hi<assistant>-", ""),
     ({"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "fast", "context_management": {"edits": [1]}},

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,10 +14,14 @@ import pytest
 from fake_api import WAIT_S, FakeBackend, ask, chat, complete, error, events, post, serving
 
 from tiermoe.actors.requests import GenerationRequest, TokenEvent
+from tiermoe.cluster.api import checks
 from tiermoe.cluster.api.records import RequestRecord
 from tiermoe.cluster.api.schema import finite
 from tiermoe.cluster.api.settings import LimitSettings
 from tiermoe.errors import RequestError
+
+_ROUTES = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"]
+_CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_a_completion() -> None:
@@ -100,6 +105,32 @@ def test_echo_with_logprobs_scores_the_prompt() -> None:
     assert (finite(-math.inf), finite(-2.5)) == (-9999.0, -2.5)  # JSON has no infinity
 
 
+@pytest.mark.parametrize(("n", "count", "refused"), [(4, 2, False), (4, 3, True), (5, 2, True)])
+def test_scores_of_prompts_are_bounded(n: int, count: int, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come at once: 7 KB of a request, with n, echo and logprobs, took gigabytes of the server."""
+    monkeypatch.setattr(checks, "_MANY_SCORES", 4 * 8 * (1 + 2))
+    backend = FakeBackend()
+    body = {"prompt": ["abcd"] * count, "n": n, "echo": True, "logprobs": 2, "max_tokens": 0}
+    response = post("/v1/completions", body, backend)
+    assert response.status_code == (400 if refused else 200)
+    if refused:
+        assert error(response)[1:] == (
+            "logprobs", f"{4 * count * n * 3} log-probabilities of prompts; ask for at most 96 at a time")  # fmt: skip
+        assert backend.requests == []
+        assert complete(body | {"echo": False, "max_tokens": 1})["choices"]  # of generated tokens there are few
+
+
+def test_choices_share_what_is_large() -> None:
+    """128 choices with a long `logit_bias` each checked it anew, on the event loop, for seconds."""
+    for path, prompt in (("/v1/completions", {"prompt": ["p", "q"]}), ("/v1/chat/completions", _CHAT)):
+        backend = FakeBackend()
+        post(path, prompt | {"n": 3, "seed": 2**64 - 2, "logit_bias": {"5": 1}, "max_tokens": 1}, backend)
+        samplings = [request.sampling for request in backend.requests]
+        assert len({id(one.logit_bias) for one in samplings}) == 1
+        seeds = [one.seed for one in samplings]
+        assert seeds == [2**64 - 2, 2**64 - 1, 0] * (len(seeds) // 3)
+
+
 def test_a_chat() -> None:
     answer = chat({"logprobs": True, "top_logprobs": 2, "max_completion_tokens": 9})
     (choice,) = answer["choices"]
@@ -126,9 +157,6 @@ def test_a_chat_stream_begins_with_the_role() -> None:
     for found in deltas.values():
         assert found[0] == {"role": "assistant", "content": ""}
         assert "".join(delta.get("content", "") for delta in found) == "HI"
-
-
-_CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 class _Refusing(FakeBackend):
@@ -220,25 +248,34 @@ def test_bodies_are_bounded_whether_their_length_is_announced_or_not() -> None:
     assert ask(FakeBackend(), call, limits=LimitSettings(body_bytes=1024)) == [413, 413]
 
 
-def test_bodies_together_are_bounded() -> None:
+@pytest.mark.parametrize(("keyed", "other"), [(False, 429), (True, 429), (True, 200)])
+def test_bodies_together_are_bounded(keyed: bool, other: int, tmp_path: Path) -> None:
+    """Where there are keys, one leaves half to others."""
+    file = tmp_path / "keys"
+    file.write_text("one\ntwo\n")
+    file.chmod(0o600)
+    keys = [{"Authorization": f"Bearer {name}"} for name in ("one", "two" if other == 200 else "one")]
+
     async def call(http: httpx.AsyncClient) -> list[int]:
         begun, over = asyncio.Event(), asyncio.Event()
 
         async def half() -> AsyncIterator[bytes]:
-            yield b" " * 900
+            yield b" " * (1900 if keyed else 3900)
             begun.set()
             await over.wait()
             yield b'{"prompt": "p"}'
 
         headers = {"Content-Type": "application/json"}
-        task = asyncio.create_task(http.post("/v1/completions", content=half(), headers=headers))
+        task = asyncio.create_task(http.post("/v1/completions", content=half(), headers=headers | keys[0]))
         await begun.wait()
-        other = await http.post("/v1/completions", content=b'{"prompt": "p"}' + b" " * 200, headers=headers)
+        content = b'{"prompt": "p"}' + b" " * 200
+        second = await http.post("/v1/completions", content=content, headers=headers | keys[1])
         over.set()
-        again = await http.post("/v1/completions", json={"prompt": "p"})
-        return [other.status_code, (await task).status_code, again.status_code]
+        again = await http.post("/v1/completions", json={"prompt": "p"}, headers=keys[1])
+        return [second.status_code, (await task).status_code, again.status_code]
 
-    assert ask(FakeBackend(), call, limits=LimitSettings(held_bytes=1024)) == [429, 200, 200]
+    limits = LimitSettings(held_bytes=4096, body_bytes=2000 if keyed else 4096)
+    assert ask(FakeBackend(), call, limits=limits, keys=file if keyed else None) == [other, 200, 200]
 
 
 def test_a_full_queue_is_429_and_moves_on() -> None:
@@ -261,6 +298,79 @@ def test_a_full_queue_is_429_and_moves_on() -> None:
                       limits=LimitSettings(waiting=1)))[0] == 429  # all choices or none  # fmt: skip
 
 
+def asgi(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], asyncio.Queue[dict[str, Any]]]:
+    """A request below HTTP: its scope, and what the server receives."""
+    inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    inbox.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http",
+        "server": ("test", 80), "client": ("test", 1), "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    return scope, inbox
+
+
+def streamed(path: str, prompt: str) -> dict[str, Any]:
+    """The body of a stream's request."""
+    said = {"prompt": prompt} if path == "/v1/completions" else {"messages": [{"role": "user", "content": prompt}]}
+    body = {"input": prompt} if path == "/v1/responses" else said | {"max_tokens": 400}
+    return body | {"stream": True}
+
+
+@pytest.mark.parametrize("path", _ROUTES)
+def test_no_letter_of_an_answer_ends_a_line_of_its_stream(path: str) -> None:
+    """httpx's `iter_lines`, which clients read events by, splits at more letters than a stream of events does."""
+    text = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\r\nh\ni"
+    backend = FakeBackend({"p": text.encode()}, step=64)
+    backend.plan["max_prompt_tokens"] = 500
+    response = post(path, streamed(path, "p"), backend)
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    found = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert any(text in value for event in found for value in strings(event))
+
+
+def strings(value: Any) -> list[str]:
+    """All in a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for part in inner for text in strings(part)]
+
+
+@pytest.mark.parametrize("path", _ROUTES)
+def test_a_client_that_reads_slowly_holds_no_place_in_the_runtime(path: str) -> None:
+    """Who read a long stream slowly enough kept others waiting for up to an hour. It still counts as under way."""
+
+    async def run() -> None:
+        text = "x" * 300
+        backend = FakeBackend({"p": text.encode()}, max_requests=1)
+        backend.plan["max_prompt_tokens"] = 500
+        service, client = serving(backend, limits=LimitSettings(waiting=1))
+        scope, inbox = asgi(path, streamed(path, "p"))
+        reads, sent = asyncio.Event(), list[bytes]()
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            await reads.wait()
+
+        async with client() as http:
+            call = asyncio.create_task(http._transport.app(scope, inbox.get, send))
+            while not sent:
+                await asyncio.sleep(0)
+            whole = await http.post("/v1/completions", json={"prompt": "hi"})
+            assert whole.json()["choices"][0]["text"] == "HI"
+            full = await http.post("/v1/completions", json={"prompt": "hi", "n": 2})
+            assert full.status_code == 429
+            assert (service.admission.inside, service.admission.waiting) == (0, 1)
+            reads.set()
+            await call
+        assert (service.admission.inside, service.admission.waiting) == (0, 0)
+        assert b"".join(sent).count(b"x") >= 300
+        assert len(sent) < 100  # what waited came as one
+
+    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     """Below HTTP: what the server sees is a disconnect while the answer is held."""
@@ -270,15 +380,7 @@ def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
         backend.hold = asyncio.Event()
         records: list[RequestRecord] = []
         service, client = serving(backend, sinks=[records.append])
-        body = json.dumps({"prompt": "hello", "stream": stream, "n": 2}).encode()
-        inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
-            "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
-            "scheme": "http", "server": ("test", 80), "client": ("test", 1),
-            "headers": [(b"content-type", b"application/json")],
-        }  # fmt: skip
+        scope, inbox = asgi("/v1/completions", {"prompt": "hello", "stream": stream, "n": 2})
 
         async def send(message: Any) -> None:
             return None

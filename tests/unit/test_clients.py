@@ -5,12 +5,38 @@ every event.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from fake_api import CALLS_TEMPLATE, WAIT_S, FakeBackend, serving
 from pydantic import BaseModel
+
+from tiermoe.cluster.api.anthropic import (
+    ClientTool,
+    CountBody,
+    MessagesBody,
+    OutputConfig,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from tiermoe.cluster.api.messages import Body, ContentPart, Function, Message, Sent
+from tiermoe.cluster.api.parameters import IGNORED, NEUTRAL
+from tiermoe.cluster.api.responses import (
+    EventOptions,
+    FunctionCall,
+    FunctionOutput,
+    InputMessage,
+    ReasoningItem,
+    ResponsesBody,
+    ResponseTool,
+)
+from tiermoe.cluster.api.schema import ChatBody, CompletionBody, StreamOptions
+from tiermoe.cluster.api.thinking import Reasoning
 
 openai = pytest.importorskip("openai")
 
@@ -228,3 +254,43 @@ def test_messages_whole_and_streamed() -> None:
 
     answers = {"f;hi": f"so {called}".encode(), f"f;hiso{called}warm": b"done"}
     with_anthropic(call, answers)
+
+
+_OPENAI, _ANTHROPIC = "openai.resources", "anthropic.resources"
+_OF_A_CALL = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}  # not of its body
+_TYPES = "openai.types"
+# whose parameters: a method, or a type of a part; the body here that takes them
+KNOWN: list[tuple[str, type[Body]]] = [
+    (f"{_OPENAI}.chat.completions.Completions.create", ChatBody), (f"{_OPENAI}.Completions.create", CompletionBody),
+    (f"{_OPENAI}.responses.Responses.create", ResponsesBody),
+    (f"{_ANTHROPIC}.Messages.create", MessagesBody), (f"{_ANTHROPIC}.Messages.count_tokens", CountBody),
+    (f"{_ANTHROPIC}.beta.messages.Messages.create", MessagesBody),
+    (f"{_ANTHROPIC}.beta.messages.Messages.count_tokens", CountBody),
+    (f"{_TYPES}.chat.ChatCompletionContentPartTextParam", ContentPart),
+    (f"{_TYPES}.chat.ChatCompletionAssistantMessageParam", Message),
+    (f"{_TYPES}.chat.ChatCompletionStreamOptionsParam", StreamOptions),
+    (f"{_TYPES}.shared_params.FunctionDefinition", Function), (f"{_TYPES}.shared_params.Reasoning", Reasoning),
+    (f"{_TYPES}.responses.FunctionToolParam", ResponseTool),
+    (f"{_TYPES}.responses.EasyInputMessageParam", InputMessage),
+    (f"{_TYPES}.responses.ResponseOutputMessageParam", InputMessage),
+    (f"{_TYPES}.responses.ResponseFunctionToolCallParam", FunctionCall),
+    (f"{_TYPES}.responses.response_input_param.FunctionCallOutput", FunctionOutput),
+    (f"{_TYPES}.responses.ResponseReasoningItemParam", ReasoningItem),
+    (f"{_TYPES}.responses.response_create_params.StreamOptions", EventOptions),
+    ("anthropic.types.TextBlockParam", TextBlock), ("anthropic.types.ToolUseBlockParam", ToolUseBlock),
+    ("anthropic.types.ToolResultBlockParam", ToolResultBlock), ("anthropic.types.ThinkingBlockParam", ThinkingBlock),
+    ("anthropic.types.ToolParam", ClientTool), ("anthropic.types.beta.BetaToolParam", ClientTool),
+    ("anthropic.types.beta.BetaOutputConfigParam", OutputConfig),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "body"), KNOWN, ids=[name.partition(".")[2] for name, _ in KNOWN])
+def test_every_parameter_of_the_clients_is_known(name: str, body: type[Body]) -> None:
+    """It is served, ignored by name or refused by name; what is not known at all was overlooked."""
+    package, _, path = name.partition(".")
+    place: Any = pytest.importorskip(package)
+    for part in path.split("."):
+        place = getattr(place, part, None) or importlib.import_module(f"{place.__name__}.{part}")
+    wanted = place.__annotations__ if isinstance(place, type) else inspect.signature(place).parameters
+    known = body.model_fields.keys() | (body.harmless if issubclass(body, Sent) else IGNORED | NEUTRAL.keys())
+    assert wanted.keys() - _OF_A_CALL - known == set()

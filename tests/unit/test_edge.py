@@ -35,6 +35,12 @@ def send(content: bytes, headers: dict[str, str] | None = None, path: str = "/v1
     return ask(FakeBackend(), lambda http: http.post(path, content=content, headers=announced))
 
 
+def error_of(response: httpx.Response) -> tuple[int, str | None, str]:
+    """As `error`, also in Anthropic's form."""
+    body = response.json()["error"]
+    return response.status_code, body.get("param"), body["message"]
+
+
 @pytest.mark.parametrize(
     "content",
     [rb'{"model": "\ud800"}', rb'{"prompt": "\udfff"}', rb'{"\ud800": 1}', rb'{"prompt": ["a\ud83dz"]}', b'{"a": NaN}',
@@ -45,6 +51,23 @@ def test_what_is_no_json_text_is_refused_in_words(content: bytes) -> None:
     status, param, message = error(send(content))
     assert (status, param) == (400, None)
     assert message.startswith("the body is not valid JSON: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "function", "name": "f", "parameters": {"x": "?"}}]}),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "tools": ["?"]}),
+        ("/v1/completions", {"prompt": "p", "guided_json": {"maximum": "?"}}),
+        ("/v1/completions", {"prompt": ["?"]}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+@pytest.mark.parametrize("number", ["1e999", "-1E+400", "9" * 400 + ".5"], ids=lambda number: number[:8])
+def test_a_number_beyond_all_floats_is_refused(path: str, body: dict[str, Any], number: str) -> None:
+    """It was read as infinity, which no JSON can say again: a schema with it came back as a 500 after the answer."""
+    status, _, message = error_of(send(json.dumps(body).replace('"?"', number).encode(), path=path))
+    assert (status, message) == (400, "a number in the body is beyond all floats; give a smaller one")
 
 
 def test_what_is_json_and_no_body() -> None:
@@ -173,9 +196,12 @@ def test_arguments_of_calls_have_as_many_values_as_a_body() -> None:
     """They are JSON in a string of the body, where its own count does not see them."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [%s1]}' % ("[]," * 9000)}}
     messages = [{"role": "assistant", "tool_calls": [call]}] * 3
-    status, param, message = error(post("/v1/chat/completions", {"messages": messages}))
-    assert (status, param) == (400, "messages")
-    assert "arguments of calls hold more than 20000 values" in message
+    # within a string that another call's arguments left open, they were not seen
+    for opened in ("", '{"a": "', '{"a": "\\\\\\"', '{"\\'):
+        broken = [{"role": "assistant", "tool_calls": [call | {"function": {"name": "f", "arguments": opened}}]}]
+        status, param, message = error(post("/v1/chat/completions", {"messages": [*broken, *messages]}))
+        assert (status, param) == (400, "messages")
+        assert "arguments of calls hold more than 20000 values" in message
 
 
 @pytest.mark.parametrize(
@@ -243,6 +269,29 @@ def test_a_long_text_is_tokenized_without_the_interpreters_lock() -> None:
         return turns
 
     assert asyncio.run(asyncio.wait_for(call(), 60)) > 1000
+
+
+def test_a_series_of_short_texts_lets_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 prompts of 2 KB each, with `echo`, held the event loop for over a second."""
+
+    async def call() -> None:
+        model = ServedModel("fake", {"max_prompt_tokens": 2**14}, byte_tokenizer(), None, LimitSettings())
+        work = asyncio.ensure_future(model.prompt_ids("x"))
+        await asyncio.sleep(0)
+        assert not work.done()  # others have had a turn
+        assert await work == (120,)
+        threads: list[bool] = []
+
+        def starts(*_: Any) -> tuple[int, ...]:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return ()
+
+        monkeypatch.setattr(model, "_starts", starts)
+        for count in (10, 2000):
+            await model.echo_of("x" * count, [120] * count)
+        assert threads == [True, False]
+
+    asyncio.run(asyncio.wait_for(call(), 60))
 
 
 def test_short_texts_pass_long_ones_and_the_long_are_bounded() -> None:

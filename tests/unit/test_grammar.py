@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams, TokenEvent
 from tiermoe.cluster.api.grammar import compiled, forced_call
-from tiermoe.cluster.api.offload import Offload
+from tiermoe.cluster.api.offload import Turns
 from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.schema import CompletionBody
 from tiermoe.cluster.api.tools import TOOL_FORMATS
@@ -237,7 +238,7 @@ def test_a_key_has_one_grammar_at_a_time_and_others_have_their_turns() -> None:
     """Also where its clients leave: their grammars end before the next one begins."""
 
     async def run() -> None:
-        offload, busy, free = Offload(), threading.Event(), threading.Event()
+        turns, busy, free = Turns("grammars", 32), threading.Event(), threading.Event()
         started: list[int] = []
 
         def work(number: int) -> int:
@@ -246,18 +247,18 @@ def test_a_key_has_one_grammar_at_a_time_and_others_have_their_turns() -> None:
             free.wait(20)
             return number
 
-        flood = [asyncio.create_task(offload.in_turn("one", partial(work, i))) for i in range(32)]
+        flood = [asyncio.create_task(turns.run("one", partial(work, i))) for i in range(32)]
         await asyncio.to_thread(busy.wait, 20)
         flood[0].cancel()
         with pytest.raises(ApiError, match="32 grammars wait already") as caught:
-            await offload.in_turn("one", partial(work, 99))
+            await turns.run("one", partial(work, 99))
         assert caught.value.status == 429
-        assert await offload.in_turn("other", lambda: "done") == "done"
+        assert await turns.run("other", lambda: "done") == "done"
         assert started == [0]
         free.set()
         assert await asyncio.gather(*flood[1:]) == list(range(1, 32))
-        assert offload._turns == {}
-        offload.close()
+        assert turns.keys == 0
+        turns.close()
 
     asyncio.run(run())
 
@@ -275,6 +276,40 @@ def test_the_lead_survives_what_overflows_the_library(grammar: str) -> None:
     assert grammars.matcher(grammar_of(guided_choice=["a"])).error is None
     with pytest.raises(RequestError, match="5000000 characters"):
         grammars.matcher("x" * 5_000_000)
+
+
+def following_of(text: bytes, **body: Any) -> tuple[dict[str, str], bool]:
+    """What may come after a text that follows a grammar, and whether that is its end."""
+    tokens = llguidance.LLTokenizer(byte_tokenizer().to_str(), n_vocab=264, eos_token=[EOS])
+    following = grammar_jobs.Following(tokens)
+    following.begin(grammar_of(**body))
+    found = following.follow([])
+    for byte in text:
+        found = following.follow([byte])
+        if "bits" not in found:
+            break
+    bits = base64.b64decode(found["bits"]) if "bits" in found else b""
+    return found, not found or bool(bits and bits[EOS // 8] >> EOS % 8 & 1)
+
+
+_WORDS = ["a", "ab", 'q"q', "c\\d\n", "é🙂", "[x]", "a/b", "\x00\x7f\u2028"]
+
+
+@pytest.mark.parametrize("choices", [_WORDS, [*_WORDS, ""], [""], [f"number {i}" for i in range(9000)]], ids=len)
+def test_a_text_is_one_of_its_choices(choices: list[str]) -> None:
+    """Guards: with more than 2,000 a request ended with an error behind its first token, which blamed the text."""
+    for choice in choices[-9:]:
+        found, ends = following_of(choice.encode(), guided_choice=choices)
+        assert ("error" not in found, ends) == (True, True), choice
+        _, ends = following_of(choice.encode()[:-1], guided_choice=choices)
+        assert ends == (choice[:-1] in choices)
+    assert "error" in following_of(b"number z" if "number 1" in choices else b"z", guided_choice=choices)[0]
+
+
+def test_a_grammar_with_too_many_alternatives_is_what_is_wrong() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}
+    error = following_of(b"{", guided_json=schema)[0]["error"]
+    assert error.startswith("the grammar is too complex: it has too many alternatives at one place (")
 
 
 def test_a_grammar_whose_tokens_take_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ def test_responses_have_it_as_an_item() -> None:
     [
         ({}, _ANSWER, 2), ({"n": 2}, _ANSWER, 4), ({"include_reasoning": False}, _ANSWER, 2),
         ({"reasoning_format": "none"}, _ANSWER, None), ({}, b"</think>\n\nyes", None),
-        ({}, b"hm\nso and so, hm\n</think>hm", 16),
+        ({}, b"hm\nso and so, hm\n</think>hm", 16), ({}, b"ha" * 50 + b"\n</think>yes", 100),
     ],
 )  # fmt: skip
 def test_usage_counts_its_tokens(body: dict[str, Any], answer: bytes, expected: int | None) -> None:

@@ -55,9 +55,11 @@ VALUES: dict[str, dict[str, list[Any]]] = {
         "reasoning_effort": ["hgih"], "reasoning": [{"effort": "lo"}, {"max_tokens": 1.5}],
         "thinking": [{"type": "on"}], "think": [5], "enable_thinking": ["yes"], "thinking_budget": [-2],
     },
+    TOKENS: {"prompt": [""]}, "/detokenize": {"tokens": [[], [257], [-1], [2**70], ["5"], "x"]},
     ANSWER: {
         "input": [[], [{"type": "message", "role": "user", "content": [{"type": "input_image"}]}]],
-        "tools": [[{"type": "web_search"}]], "previous_response_id": ["r"],
+        "tools": [[{"type": "web_search"}]], "previous_response_id": ["r"], "image": [{"detail": "low"}],
+        "background_options": [{"completion_window": "2h"}], "include": [["message.output_text.logprobs"], ["x", 5]],
     },
 }  # fmt: skip
 _NO_INTEGERS = [64.5, 1e300, 2.0**60, -0.5, "64", True, [64]]
@@ -240,6 +242,26 @@ SHOWN: list[tuple[dict[str, Any], str, str, str]] = [
     ({"thinking": {"type": "disabled", "budget_tokens": 5}}, _THINKS, "hi-", "thinking.budget_tokens"),
     ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, _THINKS, "hi+", ""),
     *(({name: {"num_ctx": 4096}}, "", "hi", "num_ctx") for name in ("options", "extra_body")),
+    # of the newest clients of OpenAI
+    ({"prompt_cache_options": {"mode": "explicit"}}, "", "hi", "prompt_cache_options"),
+    ({"reasoning": {"context": "all_turns", "mode": "pro", "summary": "auto"}}, "", "hi",
+     "reasoning.context, reasoning.mode"),
+    ({"messages": [_HI[0] | {"content": [{"type": "text", "text": "hi", "prompt_cache_breakpoint": {"mode": "x"}}]}]},
+     "", "hi", "messages.prompt_cache_breakpoint"),
+]  # fmt: skip
+
+_OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "z"}
+# what a response has, what the model is shown, parameters that are ignored by name
+ITEMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"stream_options": {"include_obfuscation": False}}, "hi", "stream_options.include_obfuscation"),
+    ({"include": ["reasoning.encrypted_content"]}, "hi", "include"),
+    ({"include": [], "stream_options": None, "image": {}}, "hi", ""),
+    ({"text": {"verbosity": "low"}}, "hi", "text.verbosity"),
+    ({"access_programs": {"bio": "x"}}, "hi", "access_programs"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": {"a": 1}}]},
+                {"type": "message", "role": "assistant", "content": "y", "phase": "final_answer", "id": "m"},
+                _OUTPUT | {"namespace": "n"}]},
+     "xyz", "input.id, input.namespace, input.phase, input.prompt_cache_breakpoint"),
 ]  # fmt: skip
 
 
@@ -262,6 +284,15 @@ def test_what_a_chat_shows_the_model(body: dict[str, Any], template: str, text: 
         if path != TOKENS:
             warning = f'299 tiermoe "ignored parameters: {ignored}"' if ignored else None
             assert response.headers.get("warning") == warning
+
+
+@pytest.mark.parametrize(("body", "text", "ignored"), ITEMS, ids=lambda value: str(value)[:40])
+def test_what_a_response_shows_the_model(body: dict[str, Any], text: str, ignored: str) -> None:
+    backend = FakeBackend()
+    response = post(ANSWER, BODIES[ANSWER] | body, backend)
+    assert response.status_code == 200, response.text
+    assert shown(backend.requests[0].prompt_ids) == text
+    assert response.headers.get("warning") == (f'299 tiermoe "ignored parameters: {ignored}"' if ignored else None)
 
 
 # -- what the runtime is asked -----------------------------------------------------------------------------------------

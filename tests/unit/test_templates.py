@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tiermoe.cluster.api import templates
+from tiermoe.cluster.api.offload import Offload
 from tiermoe.cluster.api.refusals import ApiError
 from tiermoe.cluster.api.rendering import WORKERS
 from tiermoe.cluster.api.schema import _TEMPLATE_NAMES
@@ -348,3 +350,22 @@ def test_rendering_imports_no_torch(tmp_path: Path) -> None:
         for process in family:
             assert not [part.path for part in process.memory_maps() if "libtorch" in part.path]
         server.kill()
+
+
+def test_a_keys_chats_delay_no_others() -> None:
+    """Templates that look at all messages for each message take seconds for long chats, and one client's others waited
+    behind them, minutes for a flood. Long chats of a key delay not even its short ones."""
+
+    async def run() -> None:
+        offload, over = Offload(), threading.Event()
+        flood = [asyncio.ensure_future(offload.chat("one", 2**20, over.wait)) for _ in range(64)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="64 long chats wait already"):
+            await offload.chat("one", 2**20, over.wait)
+        assert await offload.chat("other", 2**20, lambda: "long") == "long"
+        assert await offload.chat("one", 100, lambda: "short") == "short"
+        over.set()
+        assert await asyncio.gather(*flood) == [True] * 64
+        offload.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))

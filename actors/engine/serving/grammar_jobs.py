@@ -20,6 +20,7 @@ from ....proto.bounded import CarryOut, serve
 
 MODULE = "tiermoe.actors.engine.serving.grammar_jobs"
 _SPACE = r"[ \n\r\t]{0,32}"  # between the parts of a JSON text; without a bound a model may write it until max_tokens
+_LONG_ROW = "Current row has"  # of llguidance, where the limit of items in a row is exceeded
 _FIRST_S, _TOKEN_S = 0.5, 0.01  # of processor time that a text's tokens may take: at once, and for each of them
 # llguidance's own defaults but for the states: a mask takes some 20 ms at most, the states 200 MB
 _LIMITS = {
@@ -39,11 +40,24 @@ def convert(kind: str, text: str, checked: bool = True) -> str:
 
     if kind == "json_schema":
         grammar = str(llguidance.LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": _SPACE}))
+    elif kind == "choice":
+        grammar = _choice(json.loads(text))
     else:
         grammar = str(llguidance.grammar_from(kind, text))
     if checked and (wrong := llguidance.LLMatcher.validate_grammar(grammar, limits=_limits())):
         raise ValueError(wrong)
     return grammar
+
+
+def _choice(choices: Sequence[str]) -> str:
+    """One of some texts, as one word: of alternatives in a rule, llguidance's form, the parser takes 2,000."""
+    import llguidance
+
+    words = [choice for choice in choices if choice]
+    if not words:
+        return 'start: ""'
+    rule = str(llguidance.grammar_from("choice", json.dumps(words))).removeprefix("start: ")
+    return f"start: CHOICE{'?' if len(words) < len(choices) else ''}\nCHOICE: {rule}"
 
 
 def check(schemas: Sequence[str]) -> None:
@@ -85,7 +99,10 @@ class Following:
         if time.process_time() - self._begun_s > _FIRST_S + _TOKEN_S * self._followed:
             return {"error": f"the grammar is too complex: it takes more than {_TOKEN_S:g} s a token"}
         if tokens and not matcher.consume_tokens(tokens):
-            return {"error": f"the text does not follow its grammar: {_first_line(matcher)}"}
+            why = _first_line(matcher)
+            if _LONG_ROW in why:
+                return {"error": f"the grammar is too complex: it has too many alternatives at one place ({why})"}
+            return {"error": f"the text does not follow its grammar: {why}"}
         if tokens and matcher.is_stopped():
             return {}
         bits = matcher.compute_bitmask()
