@@ -46,7 +46,7 @@ _COLUMNS = tl.constexpr(8)  # of the table: start in pairs, rows, first neuron, 
 _GPT_OSS = tl.constexpr(FORM_ACTIVATIONS["gpt_oss"])
 _COMBINE_BLOCK = 1024
 _KEPT_BYTES = 2 << 20  # of activations that are kept between calls, for each stream: decode's
-DECODE_PAIRS = 64  # of a decode step, whose order and rows of y are kept, too
+DECODE_PAIRS = 64  # of a decode step, whose order and rows of y are kept, too: `kDecodePairs` of layer_launches.hpp
 _COMBINE_MOST = 8  # top-k of the narrowest combining kernel: rules that drop experts make no other
 PAD = 128  # neurons: activations are zero up to a multiple of it, which every K of down and N of gate_up divides
 

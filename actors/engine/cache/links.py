@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _COPIED, _FAILED, _CANCELLED = range(1, 4)  # `core::Ending`
 EndedCopy = tuple[int, int, tuple[float, float, float, float] | None]
 LinkReport = tuple[bool, Sequence[EndedCopy]]
-CAUSES: tuple[Cause, ...] = ("demand", "prefetch", "migration", "demand")  # by `core::Cause`
+CAUSES: tuple[Cause, ...] = ("demand", "prefetch", "migration", "demand")  # by `core::Cause`, the last of preloads
 
 
 def fail(error: BaseException, layer: int) -> NoReturn:

@@ -212,11 +212,6 @@ class RemoteStores:
         return None
 
     @property
-    def experts_fetched(self) -> int:
-        """From all stores."""
-        return sum(read.messages_received for read in self.reads.values())
-
-    @property
     def transports(self) -> dict[str, str]:
         """By connected store: "shm", "grpc" or "ray"."""
         readers = {name: holder.current for name, holder in self._holders.items()}
