@@ -237,7 +237,7 @@ def written_bytes(messages: Sequence[Message]) -> int:
 
 def _closed(arguments: str) -> bytes:
     """Arguments that may have broken off within a string: what follows them is not inside of it."""
-    text = arguments.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb'\"', b"").replace(b"\\", b"")
+    text = arguments.encode("utf-8", "surrogatepass").replace(rb"\\", b"").replace(rb"\"", b"").replace(b"\\", b"")
     return text + b'"' * (text.count(b'"') % 2)
 
 

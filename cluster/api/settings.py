@@ -39,7 +39,8 @@ class LimitSettings(Settings):
         default=4 * 2**20, ge=1024, description="most bytes of a request's body; more are refused with 413"
     )
     held_bytes: int = Field(
-        default=2**28, ge=1024,
+        default=2**28,
+        ge=1024,
         description="most bytes of all request bodies together, half of them of one key; more are refused with 429",
     )
     body_s: float = Field(default=60.0, gt=0, description="time limit for a body to arrive; after it 408")
