@@ -77,6 +77,16 @@ def test_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
         assert greedy(worker, PROMPTS, TOKENS) == theirs(checkpoint)
 
 
+def test_attention_of_a_package_that_is_not_here(tmp_path: Path) -> None:
+    """Which implementation computes attention is no part of a model: this one is not installed with a CPU's torch."""
+    checkpoint = save_tiny_checkpoint("phimoe", tmp_path / "checkpoint")
+    expected = theirs(checkpoint)
+    edit_config(checkpoint, _attn_implementation="flash_attention_2")
+    store = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
+    with serving(store, settings(0.5)) as worker:
+        assert greedy(worker, PROMPTS, TOKENS) == expected
+
+
 def surplus(name: str) -> Edit:
     return lambda folder, tensors: tensors.update({name: torch.ones(4)})
 

@@ -29,19 +29,25 @@ def class_of(config: Any) -> Any:
     raise ValueError(f"no class of transformers generates text by a {type(config).__name__}")
 
 
+def usual_attention(config: Any) -> str:
+    """transformers' name of the attention for an ordinary cache that needs no further package."""
+    return "sdpa" if getattr(class_of(config), "_supports_sdpa", False) else "eager"
+
+
 def from_config(config: Any, **options: Any) -> Any:
     """A model that generates text, without weights of other inputs.
 
     Args:
-        options: as of `PreTrainedModel._from_config`: dtype, attn_implementation.
+        options: as of `PreTrainedModel._from_config`: dtype, attn_implementation. By default the usual attention,
+            whatever the configuration has: one may name a package that is not here.
 
     Raises:
         ValueError: as `class_of`. UnsupportedModelError: the text part cannot be told apart. What transformers raises.
     """
     from transformers import AutoModelForCausalLM
 
-    attention = options.get("attn_implementation")
-    if attention is not None and "text_config" in config.sub_configs:
+    attention = options.setdefault("attn_implementation", usual_attention(config))
+    if "text_config" in config.sub_configs:
         options["attn_implementation"] = {"": attention, "text_config": attention}  # towers may have another only
     if type(config) in AutoModelForCausalLM._model_mapping:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)

@@ -17,7 +17,7 @@ import torch
 
 from ....errors import ConfigError
 from ...settings import Attention, CompileMode
-from .architecture import class_of
+from .architecture import usual_attention
 
 _OURS = "tiermoe-paged"
 _PAGED_EAGER = "paged|eager"  # transformers' own on its paged cache
@@ -46,7 +46,7 @@ def attention_for(config: Any, wanted: Attention, device: torch.device) -> str:
         raise ConfigError("attention: triton needs a GPU", "use attention: auto")
     if wanted in ("sdpa", "eager"):
         return wanted
-    return "sdpa" if getattr(class_of(config), "_supports_sdpa", False) else "eager"
+    return usual_attention(config)
 
 
 def attention_of_steps(
