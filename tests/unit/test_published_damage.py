@@ -31,11 +31,12 @@ torch.set_num_threads(1)
 EACH = 26  # mutations of a form
 SMALL = {"vocab_size": 64, "num_experts": 2, "num_local_experts": 2, "n_routed_experts": 2}
 NAMES = (
-    "deepseek-ai/DeepSeek-V3", "openai/gpt-oss-20b", "TheBloke/Mixtral-8x7B-v0.1-GPTQ",
+    "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V4-Flash", "openai/gpt-oss-20b", "TheBloke/Mixtral-8x7B-v0.1-GPTQ",
     "casperhansen/mixtral-instruct-awq", "RedHatAI/Qwen3-30B-A3B-quantized.w4a16",
     "RedHatAI/Mixtral-8x7B-Instruct-v0.1-quantized.w4a16-asym", "RedHatAI/Mixtral-8x7B-Instruct-v0.1-quantized.w8a8",
     "RedHatAI/Qwen3-30B-A3B-FP8-dynamic", "neuralmagic/DeepSeek-Coder-V2-Lite-Instruct-FP8",
-    "nvidia/Qwen3-30B-A3B-NVFP4", "RedHatAI/Qwen3-30B-A3B-NVFP4", "RedHatAI/Qwen3-30B-A3B-MXFP4",
+    "nvidia/Qwen3-30B-A3B-NVFP4", "nvidia/Qwen3.6-35B-A3B-NVFP4", "RedHatAI/Qwen3-30B-A3B-NVFP4",
+    "RedHatAI/Qwen3-30B-A3B-MXFP4",
 )  # fmt: skip
 
 
