@@ -6,7 +6,7 @@ import contextlib
 import random
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,6 +75,17 @@ def _lasting(server: Server) -> list[psutil.Process]:
     return [process for process in server.family() if title_of(process) != "ray::IDLE"]
 
 
+def _logged(server: Server, pids: Iterable[int]) -> str:
+    """What Ray's logs say of processes that are gone."""
+    files = [Path(one.path) for process in server.family() for one in process.open_files()]
+    folders = {file.parent for file in files if file.parent.name == "logs"}
+    lines = [line for folder in folders for name in ("raylet.out", "gcs_server.out")
+             for line in (folder / name).read_text(errors="replace").split("\n")]  # fmt: skip
+    ends = [file.read_text(errors="replace")[-2000:]
+            for folder in folders for pid in pids for file in folder.glob(f"*{pid}*")]  # fmt: skip
+    return "\n".join([*(line for line in lines if any(str(pid) in line for pid in pids)), *ends])
+
+
 def send(address: Address, data: bytes) -> None:
     """Send it, read for a moment, and leave. Who listens no more is found by the caller."""
     with contextlib.suppress(OSError), socket.create_connection(address, 20.0) as client:
@@ -96,8 +107,8 @@ def test_raw_bytes_on_every_port() -> None:
         with ThreadPoolExecutor(16) as pool:
             for address in addresses:
                 list(pool.map(lambda data, to=address: send(to, data), corpus()))  # type: ignore[misc]
-        died = [title for pid, title in processes.items() if not psutil.pid_exists(pid)]
-        assert died == [], server.said()
+        died = {pid: title for pid, title in processes.items() if not psutil.pid_exists(pid)}
+        assert died == {}, f"{server.said()}\n{_logged(server, died)}"
         closed = addresses.items() - listening(server).items()
         assert not closed, (closed, server.said())
         again = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0)
