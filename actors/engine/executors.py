@@ -121,7 +121,7 @@ class CpuExecutor(NativeExecutor):
         hidden, ids, weights = hidden.contiguous(), ids.contiguous(), weights.contiguous()
         self._shared.out = out = torch.empty_like(hidden)
         self._run(hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), tokens, top_k, out.data_ptr())
-        return out.to(dtype)
+        return out if out.dtype is dtype else out.to(dtype)
 
     def fail(self) -> None:
         """Raises what the last pass in a program has raised."""

@@ -46,6 +46,7 @@ from ..placer import Placer
 from .remote import NdpPool
 from .shards import Shards, owners
 
+_ABSENT = int(State.ABSENT)
 _FIRST_ROWS = 32  # after which popularity that is counted online first decides
 
 
@@ -107,11 +108,11 @@ class HotPlacer(PeerPlacer):
         self, layer: int, needed: Sequence[int], bits: Mapping[int, int], warm: AbstractSet[int] = frozenset()
     ) -> Where:
         """Plan a layer by the hot set. bits: of its cold experts. warm: further experts that run on the GPUs."""
-        base, states = layer * self._experts, self._cache.residency.states
-        remote, cold = [], []
-        for key, state in zip(needed, states[list(needed)].tolist(), strict=True):
-            gpu = self._gpu_of(key)
-            there = state != State.ABSENT if gpu is None else key in self._hot_keys
+        base, states = layer * self._experts, memoryview(self._cache.residency.states)
+        remote, cold, alone = [], [], self._shards is None
+        for key in needed:
+            gpu = None if alone else self._gpu_of(key)
+            there = states[key] != _ABSENT if gpu is None else key in self._hot_keys
             if not there and key - base not in warm:
                 cold.append(key)
             elif gpu is not None:
