@@ -108,7 +108,7 @@ class HotPlacer(PeerPlacer):
         self, layer: int, needed: Sequence[int], bits: Mapping[int, int], warm: AbstractSet[int] = frozenset()
     ) -> Where:
         """Plan a layer by the hot set. bits: of its cold experts. warm: further experts that run on the GPUs."""
-        base, states = layer * self._experts, memoryview(self._cache.residency.states)
+        base, states = layer * self._experts, self._cache.residency.states.data
         remote, cold, alone = [], [], self._shards is None
         for key in needed:
             gpu = None if alone else self._gpu_of(key)
