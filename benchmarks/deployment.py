@@ -346,13 +346,13 @@ def _message_us() -> dict[str, float]:
 
     Everything is resident, one request. shm_us, grpc_us: 8 KiB there and back to another process, by each transport.
     """
-    from tiermoe.actors.engine.host_times import host_passes
+    from tiermoe.actors.engine.host_times import MESSAGES, host_passes
 
     prompts = heldout_prompts(default_model_dir(), 1, PROMPT_TOKENS)
     config = run_config(None, None, policy="all-resident", budget="1.0", cluster={"shards": 2})
     with closing(start_worker(config)) as worker:
         serve(worker.submit, prompts, TOKENS)
-        with host_passes(worker.engine, ("send", "join")) as passes:
+        with host_passes(worker.engine, MESSAGES) as passes:
             serve(worker.submit, prompts, TOKENS)
     sent = [one for one in passes if one.tokens == 1 and one.parts["send"]]
     part_s, wait_s = median(one.messages_s for one in sent), median(one.parts["peers"] for one in sent)

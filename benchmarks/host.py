@@ -78,9 +78,9 @@ def host(options: Host, progress: Progress | None) -> Report:
     `messages`: sending to peers and taking their answers.
 
     On a fake GPU (`instant_gpu`) only the layers are measured, as they run on a GPU: `host` includes launching,
-    `kernels` and `combine` are launching alone, and `LIMITS_GPU_US` are the bars. `loads
-    awaited`: no copy has ended when the host looks, so that each load has a wait and a launch of its own. The numbers
-    of launches and of calls that Python makes are the same on a busy machine.
+    `kernels` and `combine` are launching alone, and `LIMITS_GPU_US` are the bars. `loads awaited`: no copy has ended
+    when the host looks, so that each load has a wait and a launch of its own. The numbers of launches and of calls that
+    Python makes are the same on a busy machine.
 
     Raises:
         ConfigError: an unknown preset. RuntimeFailure: a request failed.
@@ -214,7 +214,7 @@ def _run_again(
     worker: Any, recorded: Recorded, batch: int, repeats: int, progress: Progress | None, label: str
 ) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
     """Microseconds of a layer in decode forwards by (per what, part): means over its layers, medians over forwards."""
-    from tiermoe.actors.engine.host_times import PARTS, host_passes
+    from tiermoe.actors.engine.host_times import MESSAGES, PARTS, host_passes
 
     apart = MESSAGES if worker.engine.peers else ()
     kinds: dict[str, tuple[bool, Sequence[str], Callable[[], float]]] = {
@@ -332,7 +332,6 @@ def by_part(
 
 
 _OUTSIDE_S, _HOST_S, _KERNEL_S, _MESSAGES_S = map(attrgetter, ("outside_s", "host_s", "kernel_s", "messages_s"))
-MESSAGES = ("send", "join")  # parts of a pass
 
 
 def _part_s(part: str) -> Callable[[HostPass], float]:

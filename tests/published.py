@@ -33,6 +33,7 @@ from quantizers import (
 )
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_checkpoint
+from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -40,6 +41,17 @@ from tiermoe.kernels.forms import BLOCKS, MatrixForm
 
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
 TOKENS = 10
+
+
+def reference(oracle: Path) -> list[list[int]]:
+    """The greedy tokens of transformers' own model in float32."""
+    model = AutoModelForCausalLM.from_pretrained(oracle, dtype=torch.float32).eval()
+    out = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        found = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, attention_mask=torch.ones_like(ids))
+        out.append(found[0, len(prompt) :].tolist())
+    return out
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
 _KEPT = re.compile(r"(embed_tokens|lm_head|norm|\.gate|gate\.wg|router|shared_expert_gate|conv1d|sinks)\b")
 

@@ -32,8 +32,8 @@ class RemoteCall:
     """A layer's experts that a peer computes.
 
     keys: the experts. pairs: how many. rows: of the layer's hidden states that take part [R], of `Outgoing.take`; None:
-    all, or it was not sent. blocked_s, link_s: of a shard, its wait for copies and the busy time of its
-    link for this layer. recomputed: the experts were loaded and computed here instead.
+    all, or it was not sent. blocked_s, link_s: of a shard, its wait for copies and the busy time of its link for this
+    layer. recomputed: the experts were loaded and computed here instead.
     """
 
     peer: RemoteExperts

@@ -30,7 +30,8 @@ PARTS = (
     "read", "wait", "reroute", "place", "copies", "send", "prefetch", "pre_evict", "run",
     "join", "peers", "native", "kernels", "combine", "other",  # what is left: the core, sorting the routing, counters
 )  # fmt: skip
-KERNEL_PARTS = ("kernels", "combine", "send", "join")  # and messages
+MESSAGES = ("send", "join")  # to peers: sending, and taking answers
+KERNEL_PARTS = ("kernels", "combine", *MESSAGES)
 STEP_PARTS = ("schedule", "announce", "dense", "sample", "deliver", "manager")  # manager: what is left of the loop
 Clock = Callable[[], float]  # seconds: time.perf_counter, or time.thread_time for the thread's CPU time
 _EMPTYCALLS = 256  # by which the cost of a clock reading is measured
@@ -73,7 +74,7 @@ class HostPass:
     @property
     def messages_s(self) -> float:
         """Seconds of sending to peers and of taking their answers."""
-        return self.parts["send"] + self.parts["join"]
+        return sum(self.parts[part] for part in MESSAGES)
 
     @property
     def host_s(self) -> float:

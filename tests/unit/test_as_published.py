@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from published import RELEASES, write
+from published import PROMPTS, RELEASES, TOKENS, reference, write
 from quantizers import compressed
 from quick import quick
 from safetensors.torch import load_file, save_file
 from serving import greedy, serving, settings
 from tiny_models import edit_config, save_tiny_checkpoint, tiny_model
-from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.store.files import ExpertStore
 from tiermoe.cluster.checkpoints.checkpoint import open_checkpoint
@@ -28,21 +27,8 @@ from tiermoe.cluster.topology.inputs import facts_of_checkpoint
 from tiermoe.errors import UnsupportedModelError
 
 torch.set_num_threads(1)
-PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31]]
-TOKENS = 6
 Tensors = dict[str, torch.Tensor]
 Edit = Callable[[Path, Tensors], object]  # of the folder, and of the tensors in place
-
-
-def theirs(folder: Path) -> list[list[int]]:
-    """The greedy tokens of transformers' model of a folder."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        made = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, attention_mask=torch.ones_like(ids))
-        found.append(made[0, len(prompt) :].tolist())
-    return found
 
 
 def edited(model_type: str, edit: Edit, folder: Path) -> Path:
@@ -75,13 +61,13 @@ def test_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
     checkpoint = edited(*SAME[case], tmp_path)
     store = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
     with serving(store, settings(0.5)) as worker:
-        assert greedy(worker, PROMPTS, TOKENS) == theirs(checkpoint)
+        assert greedy(worker, PROMPTS, TOKENS) == reference(checkpoint)
 
 
 def test_attention_of_a_package_that_is_not_here(tmp_path: Path) -> None:
     """Which implementation computes attention is no part of a model: this one is not installed with a CPU's torch."""
     checkpoint = save_tiny_checkpoint("phimoe", tmp_path / "checkpoint")
-    expected = theirs(checkpoint)
+    expected = reference(checkpoint)
     edit_config(checkpoint, _attn_implementation="flash_attention_2")
     store = ExpertStore(prepare(checkpoint, tmp_path / "store", progress=False))
     with serving(store, settings(0.5)) as worker:

@@ -10,10 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from published import FP8_CONFIG, PROMPTS, RELEASES, SIZES, TOKENS, Release, all_forms, q4_k_m, write, write_gguf
+from published import (
+    FP8_CONFIG,
+    PROMPTS,
+    RELEASES,
+    SIZES,
+    TOKENS,
+    Release,
+    all_forms,
+    q4_k_m,
+    reference,
+    write,
+    write_gguf,
+)
 from serving import greedy, serving, settings
 from tiny_models import save_tiny_checkpoint
-from transformers import AutoModelForCausalLM
 
 from tiermoe.actors.combinations import check_combination
 from tiermoe.actors.store.files import ExpertStore
@@ -27,17 +38,6 @@ from tiermoe.errors import ConfigError
 
 torch.set_num_threads(1)
 _FAST = ("DeepSeek-V3", "gpt-oss-20b", "w4a16")
-
-
-def reference(oracle: Path) -> list[list[int]]:
-    """The greedy tokens of transformers' own model in float32."""
-    model = AutoModelForCausalLM.from_pretrained(oracle, dtype=torch.float32).eval()
-    out = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        found = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, attention_mask=torch.ones_like(ids))
-        out.append(found[0, len(prompt) :].tolist())
-    return out
 
 
 def cases() -> list[object]:
