@@ -277,13 +277,13 @@ void DiskLink::read(const Piece& piece, char* buffer, std::unique_lock<std::mute
     }
 }
 
-// What happened to a file, as `store.pages` tells it; empty: nothing that could change its content.
+// What happened to a file's content, as `store.pages` tells it; empty: nothing. One that was removed or replaced is
+// read as it was.
 std::string DiskLink::change(Opened& of) {
     struct stat now;
     if (fstat(of.plain, &now)) return of.file.path + " cannot be looked at while it is served (" + said(errno) + ")";
     const struct stat& was = of.stamp;
     const bool kept = was.st_nlink == now.st_nlink && was.st_mode == now.st_mode && was.st_uid == now.st_uid;
-    if (!now.st_nlink) return of.file.path + " was removed or replaced while it was served";
     if (was.st_size != now.st_size || !same(was.st_mtim, now.st_mtim) || (kept && !same(was.st_ctim, now.st_ctim)))
         return of.file.path + " changed while it was served";
     of.stamp = now;  // a link, mode or owner that changed leaves the content

@@ -74,11 +74,12 @@ class ArrayView:
 
 @dataclass(frozen=True)
 class FileView:
-    """A verified file: absolute path, stamp, arrays by name."""
+    """A verified file: absolute path, stamp, arrays by name. replaceable: as of `map_file`."""
 
     path: str
     stamp: FileStamp
     arrays: dict[str, ArrayView]
+    replaceable: bool = field(default=False, kw_only=True)
 
     def mapped(self, remedy: str) -> dict[str, NDArray[Any]]:
         """Map the arrays read-only into this process; the mapping lives as long as any of them.
@@ -98,7 +99,7 @@ class FileView:
             with open(self.path, "rb") as file:
                 if self.stamp.written_since(FileStamp.of(os.fstat(file.fileno()))):
                     raise self._changed()
-                return map_file(file.fileno(), self.path, self.stamp, writable)
+                return map_file(file.fileno(), self.path, self.stamp, writable, self.replaceable)
         except (OSError, ValueError) as error:
             raise StoreError(f"{self.path} cannot be mapped ({error})", remedy) from error
 
@@ -144,13 +145,16 @@ class StoreView:
 
 @dataclass(frozen=True)
 class VerifiedFiles:
-    """The files of one manifest. what: their name in errors, such as "store". stamp_name: file of their stamps."""
+    """The files of one manifest. what: their name in errors, such as "store". stamp_name: file of their stamps.
+    replaceable: as of `map_file`.
+    """
 
     folder: Path
     what: str
     manifest_name: str
     stamp_name: str
     remedy: str
+    replaceable: bool = False
 
     def error(self, what: str) -> StoreError:
         """A `StoreError` with the set's remedy."""
@@ -186,7 +190,8 @@ class VerifiedFiles:
     def view(self, record: FileRecord, tensors: Mapping[str, tuple[str, tuple[int, ...]]] | None = None) -> FileView:
         """One of the files now, with the arrays of `tensors`. Raises as `stamp` and `arrays`."""
         arrays = {} if tensors is None else self.arrays(record.file, tensors)
-        return FileView(str(self.folder / record.file), self.stamp(record), arrays)
+        path = str(self.folder / record.file)
+        return FileView(path, self.stamp(record), arrays, replaceable=self.replaceable)
 
     def check_hashes(self, records: Sequence[FileRecord]) -> None:
         """Hash whole files. Raises StoreError: unreadable, or the digest differs."""

@@ -4,7 +4,8 @@ A file that is written, truncated, replaced or removed leaves what was read mean
 such a process is worth keeping. A `FileWatch` compares the stamp of each mapped file with the one that it was mapped
 with, every `LOOK_S` seconds. Where one differs it says so on standard error, which is the process's log, and ends the
 process. Who made the process makes it again, and it opens its files anew: while one does not verify, the error of its
-start names the file (`cluster.supervision`).
+start names the file (`cluster.supervision`). Replicas are replaced by a run that wants them fitted to a text: those
+that a process maps stay as they are until it ends.
 
 Reading a page behind the end of a truncated file, or of a failing disk, ends the process at once by SIGBUS. Where
 experts are read past the page cache (`core/disk_link.hpp`), no page of theirs is touched: a mapping says where they
@@ -52,9 +53,9 @@ class FileStamp:
 
     def written_since(self, now: FileStamp) -> bool:
         """Whether the content may be another one now. A hard link, a mode or an owner that changes sets the change time
-        and leaves the content as it is; the last link that goes is a file that was removed or replaced.
+        and leaves the content as it is, and so does the last link that goes.
         """
-        if (self.nbytes, self.mtime_ns, self.inode) != (now.nbytes, now.mtime_ns, now.inode) or not now.links:
+        if (self.nbytes, self.mtime_ns, self.inode) != (now.nbytes, now.mtime_ns, now.inode):
             return True
         kept = (self.links, self.mode, self.owner) == (now.links, now.mode, now.owner)
         return kept and self.ctime_ns != now.ctime_ns
@@ -63,13 +64,14 @@ class FileStamp:
 @dataclass(eq=False)
 class _Mapping:
     """A mapped file. descriptor: of the open file, which also tells where its folder is closed to this process.
-    address: of its first byte.
+    address: of its first byte. replaceable: as of `map_file`.
     """
 
     path: str
     descriptor: int
     stamp: FileStamp
     address: int
+    replaceable: bool
 
     def change(self) -> str | None:
         """What happened to the file; None: nothing."""
@@ -79,7 +81,9 @@ class _Mapping:
             return f"{self.path} cannot be looked at while it is served ({error})"
         seen = FileStamp.of(now)
         if self.stamp.written_since(seen):
-            return f"{self.path} {'changed' if now.st_nlink else 'was removed or replaced'} while it was served"
+            return f"{self.path} changed while it was served"
+        if not (now.st_nlink or self.replaceable):
+            return f"{self.path} was removed or replaced while it was served"
         self.stamp = seen  # from here on the next write is seen by its change time again
         return None
 
@@ -91,18 +95,21 @@ class _Mapping:
 _mappings: set[_Mapping] = set()  # that live
 
 
-def map_file(descriptor: int, path: str, stamp: FileStamp, writable: bool = False) -> mmap.mmap:
+def map_file(
+    descriptor: int, path: str, stamp: FileStamp, writable: bool = False, replaceable: bool = False
+) -> mmap.mmap:
     """Map a whole file, which `check_files` looks at from now on.
 
     Args:
         writable: what is written stays in this process; the file is never written to.
+        replaceable: it may be removed or replaced, which leaves this mapping as it is.
 
     Raises:
         OSError, ValueError: it cannot be mapped, or is empty.
     """
     pages = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY if writable else mmap.ACCESS_READ)
     address = np.frombuffer(pages, np.uint8, 1).ctypes.data
-    mapping = _Mapping(path, os.dup(descriptor), stamp, address)
+    mapping = _Mapping(path, os.dup(descriptor), stamp, address, replaceable)
     _mappings.add(mapping)
     weakref.finalize(pages, mapping.release).atexit = False
     return pages

@@ -213,7 +213,7 @@ def describe_replicas(
     if manifest is None:
         return None
     experts = main.experts
-    files = VerifiedFiles(folder, "replicas", REPLICAS_NAME, REPLICA_STAMP_NAME, REQUANTIZE)
+    files = VerifiedFiles(folder, "replicas", REPLICAS_NAME, REPLICA_STAMP_NAME, REQUANTIZE, replaceable=True)
     records = (manifest.losses,) if tables_only else manifest.records()
     stamps = {record.file: files.stamp(record) for record in records}
     shapes: dict[int, PackedShape] = {

@@ -20,6 +20,7 @@ from tiny_models import TEXT, contents
 from tiermoe.actors.settings import StoreSettings
 from tiermoe.actors.store.dense import fetch_dense
 from tiermoe.actors.store.files import ExpertStore
+from tiermoe.actors.store.pages import check_files
 from tiermoe.actors.store.replicas import REPLICAS_NAME, describe_replicas, open_replicas, read_tables
 from tiermoe.actors.store.server import StoreWorker
 from tiermoe.cluster.jobs.prepare import ensure_replicas, is_store, prepare
@@ -164,14 +165,22 @@ def test_replicas_without_a_text(checkpoint: Path, tmp_path: Path, capsys: pytes
 def test_what_is_fitted_to_a_text_is_so_when_a_policy_needs_popularity(
     checkpoint: Path, calibration: Path, tmp_path: Path
 ) -> None:
+    """A process that serves the ones that this replaces goes on with them."""
     store = prepare(checkpoint, tmp_path / "store", progress=False)
     ensure_replicas(store, checkpoint, (2,), 32, progress=False)
+    older = describe_replicas(store)
+    assert older is not None
+    served = open_replicas(older, [0])[2][0]
+    copies = {name: array.copy() for name, array in served.items()}
     ships = Path(shutil.copytree(checkpoint, tmp_path / "ships"))
     (ships / "calibration").mkdir()
     shutil.copy(calibration, ships / "calibration" / "text.txt")
     ensure_replicas(store, ships, (4,), 32, calibrated=True, progress=False)
+    check_files()
+    assert all(np.array_equal(array, copies[name]) for name, array in served.items())
     view = describe_replicas(store)
     assert view is not None
+    assert any(not np.array_equal(array, copies[name]) for name, array in open_replicas(view, [0])[2][0].items())
     assert (view.widths, view.manifest.method) == ((2, 4), "gptq")
     assert read_tables(view).counts.any()
     before = contents(store)
