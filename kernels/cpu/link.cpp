@@ -6,6 +6,7 @@
 
 #if defined(__linux__)
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #endif
 
 #include "cores.hpp"
@@ -40,6 +41,12 @@ namespace {
 // milliseconds later.
 constexpr double kSpin = 200e-6, kBrief = 20e-6, kNap = 15e-6, kLook = 4e-3, kWake = 60e-6;
 
+// Where processes wait for cores, as those of several stand-ins on one machine do, who looks takes the core that the
+// others wait for: four GPUs on two cores served half as much. So nobody looks for kCrowded seconds once kDisturbed of
+// kWindow copies were disturbed: their thread lost its core, or woke kLate seconds late.
+constexpr double kCrowded = 2.0, kLate = 100e-6;
+constexpr int kWindow = 32, kDisturbed = 4;
+
 void nap(double seconds) {
     timespec span;
     span.tv_sec = static_cast<time_t>(seconds);
@@ -47,9 +54,19 @@ void nap(double seconds) {
     nanosleep(&span, nullptr);
 }
 
-void sleep_until(double end_s) {
+void sleep_until(double end_s, double wake_s) {
     for (double left_s = end_s - now_s(); left_s > 0; left_s = end_s - now_s())
-        left_s > kWake ? nap(left_s - kWake) : relax();
+        left_s > wake_s ? nap(left_s - wake_s) : relax();
+}
+
+// How often the calling thread lost its core while it was ready to run.
+std::int64_t preemptions() {
+#if defined(__linux__)
+    rusage used;
+    return getrusage(RUSAGE_THREAD, &used) ? 0 : used.ru_nivcsw;
+#else
+    return 0;
+#endif
 }
 
 // bfloat16 is the upper half of a float.
@@ -104,7 +121,7 @@ bool Link::cancel(const std::shared_ptr<Copy>& copy) {
 }
 
 void Link::wait(const Copy& copy) {
-    for (const double end_s = now_s() + kSpin; now_s() < end_s; relax())
+    for (const double end_s = now_s() + (crowded() ? 0.0 : kSpin); now_s() < end_s; relax())
         if (copy.state >= Copy::done) return;
     std::unique_lock<std::mutex> lock(mutex_);
     ++waiting_;
@@ -157,8 +174,8 @@ void Link::run() {
 // To wake this thread costs the forward a system call: it sleeps for good only where nothing has come for kLook.
 void Link::await_work(std::unique_lock<std::mutex>& lock) {
     const auto anything = [this] { return closed_ || !demand_.empty() || !prefetch_.empty(); };
-    const double begin_s = now_s();
-    for (double looked_s = 0.0; !anything() && looked_s < kLook; looked_s = now_s() - begin_s) {
+    const double begin_s = now_s(), look_s = crowded() ? 0.0 : kLook;
+    for (double looked_s = 0.0; !anything() && looked_s < look_s; looked_s = now_s() - begin_s) {
         lock.unlock();
         looked_s < kBrief ? relax() : nap(kNap);
         lock.lock();
@@ -171,6 +188,7 @@ void Link::await_work(std::unique_lock<std::mutex>& lock) {
 // Copies follow each other without a gap where one was asked for before the link was free, however late this thread
 // woke: lateness of the machine is not added up.
 void Link::copy(Copy& copy) {
+    const std::int64_t before = preemptions();
     copy.start_s = std::max(copy.asked_s, free_s_);
     copy.link_s = latency_s_;
     for (const Piece& piece : copy.pieces) {
@@ -183,7 +201,16 @@ void Link::copy(Copy& copy) {
     }
     copy.end_s = std::max(copy.start_s + copy.link_s, now_s());
     free_s_ = copy.end_s;
-    sleep_until(copy.end_s);
+    const bool slept = now_s() < copy.end_s;
+    sleep_until(copy.end_s, crowded() ? 0.0 : kWake);
+    notice(preemptions() != before || (slept && now_s() > copy.end_s + kLate));
+}
+
+void Link::notice(bool disturbed) {
+    if (crowded()) return;
+    disturbed_ += disturbed;
+    if (disturbed_ >= kDisturbed) crowded_until_s_.store(now_s() + kCrowded, std::memory_order_relaxed);
+    if (++noticed_ >= kWindow || disturbed_ >= kDisturbed) noticed_ = disturbed_ = 0;
 }
 
 }  // namespace tiermoe

@@ -60,6 +60,8 @@ class Link {
     void run();
     void await_work(std::unique_lock<std::mutex>& lock);
     void copy(Copy& copy);
+    void notice(bool disturbed);
+    bool crowded() const { return now_s() < crowded_until_s_.load(std::memory_order_relaxed); }
 
     const double bytes_per_s_, latency_s_;
     double free_s_ = 0.0;  // when the link is free again
@@ -69,6 +71,8 @@ class Link {
     bool busy_ = false, idle_ = false, closed_ = false;
     int waiting_ = 0;
     std::atomic<int> asker_{-1};  // the core of who asked last
+    std::atomic<double> crowded_until_s_{0.0};
+    int noticed_ = 0, disturbed_ = 0;  // copies of this window, and those of them that were disturbed
     std::thread thread_;
 };
 
