@@ -61,7 +61,7 @@ bool ring_at(PyObject* const* args, Held& memory, Ring& ring) {
 }
 
 bool patience_of(PyObject* const* args, Patience& patience) {
-    patience = {PyLong_AsLongLong(args[0]), PyLong_AsLongLong(args[1]), PyLong_AsLongLong(args[2]), 0};
+    patience = {PyLong_AsLongLong(args[0]), PyLong_AsLongLong(args[1]), PyLong_AsLongLong(args[2])};
     return !PyErr_Occurred();
 }
 
@@ -114,17 +114,18 @@ PyObject* supplied(PyObject* supply, std::uint64_t length, Held& memory) {
     return nullptr;
 }
 
-// read(memory, offset, capacity, max_bytes, timeout_ns, spin_ns, stall_ns, doze_ns, supply) -> the message, or the status
-// where there is none. supply: None, or a function from the number of bytes to the memory that takes them, which is returned
+// read(memory, offset, capacity, max_bytes, timeout_ns, spin_ns, stall_ns, doze_ns, helps, supply) -> the message, or the
+// status where there is none. supply: None, or a function from the number of bytes to the memory that takes them, which is returned
 // then; where it gives None, and without it, the message is bytes.
 PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!expect(count, 9)) return nullptr;
+    if (!expect(count, 10)) return nullptr;
     Held memory, given;
     Ring ring;
     Patience patience;
     if (!ring_at(args, memory, ring) || !patience_of(args + 4, patience)) return nullptr;
     const unsigned long long max_bytes = PyLong_AsUnsignedLongLong(args[3]);
     patience.doze = PyLong_AsLongLong(args[7]);
+    patience.helps = args[8] == Py_True;
     if (PyErr_Occurred()) return nullptr;
     tiermoe::Announced record{0, false};
     Status status = tiermoe::ring_wait(ring, max_bytes, {0, 0, 0}, &record);  // often it is there, or nobody would wait
@@ -134,7 +135,7 @@ PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t count) {
         Py_END_ALLOW_THREADS;
     }
     if (status != Status::ok) return answer(status);
-    PyObject* message = args[8] == Py_None ? nullptr : supplied(args[8], record.length, given);
+    PyObject* message = args[9] == Py_None ? nullptr : supplied(args[9], record.length, given);
     if (message == nullptr && PyErr_Occurred()) return nullptr;  // the message stays in the ring
     if (message == nullptr || message == Py_None) {
         Py_XDECREF(message);

@@ -205,7 +205,7 @@ Status ring_wait(const Ring& ring, std::uint64_t max_bytes, const Patience& pati
 
 Status ring_take(const Ring& ring, std::uint64_t length, unsigned char* into, const Patience& patience) {
     RingHeader& header = *ring.header;
-    if (patience.doze) leave_core(static_cast<int>(header.producer_core.load(std::memory_order_relaxed)) - 1);
+    if (patience.helps) leave_core(static_cast<int>(header.producer_core.load(std::memory_order_relaxed)) - 1);
     std::uint64_t tail = header.tail.load(std::memory_order_relaxed) + WORD;
     std::uint64_t left = padded(length);
     std::uint64_t wanted = length;

@@ -50,12 +50,14 @@ struct Ring {
 };
 
 // Times in ns. timeout: until the first byte can move. stall: how long the peer may then keep it waiting. doze: the time
-// (CLOCK_MONOTONIC) until which it looks again and again after spinning, so that the peer need not wake it.
+// (CLOCK_MONOTONIC) until which it looks again and again after spinning, so that the peer need not wake it. helps: who
+// reads works for who writes, and leaves that one's core (`leave_core`).
 struct Patience {
     std::int64_t timeout;
     std::int64_t spin;
     std::int64_t stall;
     std::int64_t doze = 0;
+    bool helps = false;
 };
 
 // Write one record. Waits until it fits whole, or half of the ring is free where it is longer than that.

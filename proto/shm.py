@@ -54,10 +54,14 @@ class Ring:
     Args:
         spin_s: how long a side polls before it sleeps.
         doze_s: how long after a message the reader polls at intervals, so that the writer need not wake it.
+        helps: the reader works for the writer, and leaves its core: the kernel lets a reader that wakes take the core of
+            who woke it, and a writer that waits for the answer is in its way there.
     """
 
-    def __init__(self, memory: mmap.mmap, offset: int, capacity: int, spin_s: float, doze_s: float = 0.0) -> None:
-        self._memory, self._offset, self._capacity = memory, offset, capacity
+    def __init__(
+        self, memory: mmap.mmap, offset: int, capacity: int, spin_s: float, doze_s: float = 0.0, helps: bool = False
+    ) -> None:
+        self._memory, self._offset, self._capacity, self._helps = memory, offset, capacity, helps
         self._spin_ns, self._doze_ns = int(spin_s * 1e9), int(doze_s * 1e9)
         self._doze_until_ns = 0
 
@@ -89,7 +93,7 @@ class Ring:
         timeout_ns = int(min(timeout_s, _MAX_WAIT_S) * 1e9)
         data = _ring.read(
             self._memory, self._offset, self._capacity, max_bytes, timeout_ns, self._spin_ns, _READ_STALL_NS,
-            self._doze_until_ns, supply,
+            self._doze_until_ns, self._helps, supply,
         )  # fmt: skip
         if isinstance(data, int):
             self._nothing(data)
@@ -177,17 +181,19 @@ def accept(pid: int, fd: int, ring_bytes: int, spin_s: float, doze_s: float = 0.
         return None
     finally:
         os.close(here)
-    return _rings(memory, ring_bytes, spin_s, doze_s), bytes(memory[:NONCE_BYTES])
+    return _rings(memory, ring_bytes, spin_s, doze_s, helps=True), bytes(memory[:NONCE_BYTES])
 
 
 def _size(ring_bytes: int) -> int:
     return _FIRST_RING + 2 * (_HEADER + ring_bytes)
 
 
-def _rings(memory: mmap.mmap, ring_bytes: int, spin_s: float, doze_s: float = 0.0) -> SharedRings:
-    """`doze_s` applies to the requests, which the server reads."""
-    second = _FIRST_RING + _HEADER + ring_bytes
-    return SharedRings(Ring(memory, _FIRST_RING, ring_bytes, spin_s, doze_s), Ring(memory, second, ring_bytes, spin_s))
+def _rings(
+    memory: mmap.mmap, ring_bytes: int, spin_s: float, doze_s: float = 0.0, helps: bool = False
+) -> SharedRings:
+    """`doze_s` and `helps` apply to the requests, which the server reads."""
+    requests = Ring(memory, _FIRST_RING, ring_bytes, spin_s, doze_s, helps)
+    return SharedRings(requests, Ring(memory, _FIRST_RING + _HEADER + ring_bytes, ring_bytes, spin_s))
 
 
 class ShmTransport:

@@ -467,17 +467,18 @@ class _Ways:
 
 def forward_seconds(
     costs: Costs, layers: int, experts: int, top_k: int, slots: int, workers: int, rows: int,
-    missed: float | None = None,
+    missed: float | None = None, prompt: bool = False,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds of the experts of a forward, planned and with all misses loaded, before one has run.
 
     By flat routing on full slots, or by the share of misses. Experts here follow their copies; they and near data end
-    together, and near data begins a message later. A planned layer is put at one message more for each top-K experts,
-    since what the host does for it takes about as long.
+    together, and near data begins a message later. A planned layer is put at one message more, since the host takes
+    about as long to decide and to send; of a prompt at one for each top-K experts, since what is not loaded is not here
+    when the decode begins.
 
     Args:
         slots: of a layer. workers: near-data workers, at least 1. rows: of the forward. missed: share of a layer's
-            experts that are not here; None: not seen yet.
+            experts that are not here; None: not seen yet. prompt: some rows are a prompt's.
     """
     needed = experts * (1.0 - (1.0 - top_k / experts) ** rows)
     missing = needed * (1.0 - slots / experts if missed is None else missed)
@@ -495,5 +496,5 @@ def forward_seconds(
 
     # by the copies, or by the experts
     split_s = max(together(gpu_s, costs.copy_s), together(hits_s, gpu_s)) if missing else loaded_s
-    page_s = costs.message_s * needed / top_k
-    return layers * (min(loaded_s, split_s) + page_s), layers * loaded_s
+    more_s = costs.message_s * (needed / top_k if prompt else 1.0)
+    return layers * (min(loaded_s, split_s) + more_s), layers * loaded_s

@@ -723,8 +723,10 @@ def test_seconds_expected_of_small_and_of_large_experts() -> None:
     planned, local = forward_seconds(small, 16, 32, 4, 8, 1, 1)
     assert local == pytest.approx(16 * (3 * 3e-5 + 1e-6))  # three of four are missing
     assert planned == pytest.approx(local + 16 * 3e-4)  # no near data: a message takes longer than the copies
-    middle = small._replace(copy_s=1.1e-4)  # a prompt splits its misses sooner, but 32 experts' page takes longer
-    planned, local = forward_seconds(middle, 16, 32, 4, 8, 1, 32)
+    middle = small._replace(copy_s=1.1e-4)
+    planned, local = forward_seconds(middle, 16, 32, 4, 8, 1, 8)  # eight rows miss enough to split
+    assert planned < local
+    planned, local = forward_seconds(middle, 16, 32, 4, 8, 1, 8, prompt=True)  # that of a prompt is not here later
     assert local < planned < local + 16 * 8 * 3e-4
     planned, local = forward_seconds(large, 4, 128, 8, 32, 1, 32)
     assert planned < 0.5 * local

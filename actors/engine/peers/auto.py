@@ -345,7 +345,7 @@ class AutoPlacer(PeerPlacer):
             layers, experts = self._states.shape
             expected_s = forward_seconds(
                 planner.costs, layers, experts, planner.top_k, self.slots, len(pool.members), rows,
-                None if prompt else self.native.missed,
+                None if prompt else self.native.missed, prompt,
             )  # fmt: skip
             local = self.faster.choose(rows, expected_s, prompt) == 1
             self._began = _Began(rows, prompt, self._clock(), frozenset(s.name for s in sequences))
