@@ -54,8 +54,8 @@ class Ring:
     Args:
         spin_s: how long a side polls before it sleeps.
         doze_s: how long after a message the reader polls at intervals, so that the writer need not wake it.
-        helps: the reader works for the writer, and leaves its core: the kernel lets a reader that wakes take the core of
-            who woke it, and a writer that waits for the answer is in its way there.
+        helps: the reader works for the writer, and leaves its core: the kernel lets a reader that wakes take the core
+            of who woke it, and a writer that waits for the answer is in its way there.
     """
 
     def __init__(

@@ -240,6 +240,11 @@ class _Planner:
         sizes = [nbytes + ndp.replica_bytes for nbytes in stored for _ in range(facts.experts)]
         owners = spread_by_bytes(sizes, wanted)
         actors, placed = [], dict.fromkeys((node.id for node in marked), 0)
+
+        def apart(node: NodeInfo) -> tuple[int, bool, str]:
+            """One a node; the first beside a lead whose node is named: messages there cost a fraction."""
+            return placed[node.id], self._spec.lead not in (node.id, node.address), node.id
+
         for index in range(wanted):
             counts = _per_layer(owners, index, facts)
             experts = sum(counts.values())
@@ -256,7 +261,7 @@ class _Planner:
                 PlannedBytes(replicas=replicas),
                 partly=counts if ndp.stored else {},
             )
-            order = [marked[index]] if ndp.workers is None else sorted(marked, key=lambda n: (placed[n.id], n.id))
+            order = [marked[index]] if ndp.workers is None else sorted(marked, key=apart)
             node = self._first_fit(f"NDP worker {index}", order, need)
             placed[node] += 1
             actors.append(

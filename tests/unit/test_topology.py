@@ -166,6 +166,11 @@ def test_ndp_experts_are_spread_over_the_workers() -> None:
     three = plan(nodes, ndp=replace(NDP, workers=3))
     assert [(a.node, a.experts) for a in three.having("ndp")] == [("m", 11), ("n", 11), ("m", 10)]
 
+    both = [a_node(name, CPU=9, GPU=1, ndp=1) for name in "abc"]  # the first beside the lead that is named
+    for lead, expected in ((None, ["a"]), ("b", ["b"])):
+        topology = plan(both, lead=lead, ndp=replace(NDP, workers=1))
+        assert [a.node for a in topology.having("ndp")] == expected
+
     # NDP workers come first, so that the others leave them room
     nodes = [a_node("a", CPU=6, GPU=2, ndp=1), a_node("b", CPU=3, GPU=1)]
     assert [a.node for a in plan(nodes, shards=2, ndp=NDP).having("lead", "shard")] == ["a", "b"]
