@@ -131,7 +131,7 @@ class Matcher:
         self._server = ChannelServer(
             self.handle,
             ServerOptions(
-                host=directory.host(), token=token, tls=directory.tls, spin_s=_SPIN_S, doze_s=_DOZE_S
+                host=directory.host(), token=token, tls=directory.tls, spin_s=_SPIN_S, doze_s=_DOZE_S, helps=True
             ),
         )
         for shard in self._shards:

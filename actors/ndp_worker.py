@@ -73,7 +73,8 @@ class NdpWorker:
         self._threads = _threads(settings, index)
         self._batches = self._rows = self._pairs = 0
         self._busy_s = 0.0
-        options = replace(options or ServerOptions(), host=directory.host(), token=token, tls=directory.tls)
+        options = options or ServerOptions(helps=True)
+        options = replace(options, host=directory.host(), token=token, tls=directory.tls)
         self._server = ChannelServer(self.handle, options)
         directory.register(ndp_name(index), self._server.address)
         self._watch = FileWatch()

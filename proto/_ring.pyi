@@ -13,7 +13,7 @@ def write(
 ) -> int: ...  # fmt: skip
 def read(
     memory: Buffer, offset: int, capacity: int, max_bytes: int, timeout_ns: int, spin_ns: int, stall_ns: int,
-    doze_ns: int, supply: Callable[[int], Buffer | None] | None, /,
+    doze_ns: int, helps: bool, supply: Callable[[int], Buffer | None] | None, /,
 ) -> bytes | Buffer | int: ...  # fmt: skip
 def close(memory: Buffer, offset: int, capacity: int, /) -> None: ...
 def finite(buffer: NDArray[Any], exponent: int, /) -> bool: ...

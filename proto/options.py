@@ -159,6 +159,8 @@ class ServerOptions:
         spin_s: how long a connection's thread polls for requests before it sleeps.
         doze_s: shared memory only: how long after a request its thread polls every 0.1 ms or so, so that a client need
             not wake it (a system call, some 10 us of the client's time).
+        helps: shared memory only: a connection's thread leaves the core of the client that asks (`shm.Ring`). For a
+            server that computes nothing else meanwhile.
         max_connections: more are refused.
         supply: shared memory only: where requests are put, as in `ChannelOptions`.
 
@@ -173,6 +175,7 @@ class ServerOptions:
     shared_memory: bool = True
     spin_s: float = field(default_factory=default_spin_s)
     doze_s: float = 0.0
+    helps: bool = False
     max_connections: int = 64
     supply: Supply | None = None
 

@@ -153,7 +153,10 @@ class ChannelServer:
         connection = _Connection(hello.client)
         nonce = b""
         if hello.ring_bytes and self._options.shared_memory:
-            found = shm.accept(hello.pid, hello.fd, hello.ring_bytes, self._options.spin_s, self._options.doze_s)
+            options = self._options
+            found = shm.accept(
+                hello.pid, hello.fd, hello.ring_bytes, options.spin_s, options.doze_s, options.helps
+            )  # fmt: skip
             if found is not None:
                 connection.rings, nonce = found
         with self._lock:

@@ -160,7 +160,9 @@ def offer(ring_bytes: int, spin_s: float) -> Offer:
         raise
 
 
-def accept(pid: int, fd: int, ring_bytes: int, spin_s: float, doze_s: float = 0.0) -> tuple[SharedRings, bytes] | None:
+def accept(
+    pid: int, fd: int, ring_bytes: int, spin_s: float, doze_s: float = 0.0, helps: bool = False
+) -> tuple[SharedRings, bytes] | None:
     """The rings that a client offers and the nonce found; None if the file cannot be opened or holds no rings."""
     if not supported() or not good_ring_bytes(ring_bytes):
         return None
@@ -181,16 +183,14 @@ def accept(pid: int, fd: int, ring_bytes: int, spin_s: float, doze_s: float = 0.
         return None
     finally:
         os.close(here)
-    return _rings(memory, ring_bytes, spin_s, doze_s, helps=True), bytes(memory[:NONCE_BYTES])
+    return _rings(memory, ring_bytes, spin_s, doze_s, helps), bytes(memory[:NONCE_BYTES])
 
 
 def _size(ring_bytes: int) -> int:
     return _FIRST_RING + 2 * (_HEADER + ring_bytes)
 
 
-def _rings(
-    memory: mmap.mmap, ring_bytes: int, spin_s: float, doze_s: float = 0.0, helps: bool = False
-) -> SharedRings:
+def _rings(memory: mmap.mmap, ring_bytes: int, spin_s: float, doze_s: float = 0.0, helps: bool = False) -> SharedRings:
     """`doze_s` and `helps` apply to the requests, which the server reads."""
     requests = Ring(memory, _FIRST_RING, ring_bytes, spin_s, doze_s, helps)
     return SharedRings(requests, Ring(memory, _FIRST_RING + _HEADER + ring_bytes, ring_bytes, spin_s))

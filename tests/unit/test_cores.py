@@ -47,7 +47,7 @@ def test_the_copying_thread_of_a_link(cores: set[int]) -> None:
 def test_a_reader_of_requests(cores: set[int]) -> None:
     """Guards: a near-data worker that woke on the lead's core answered 300 us late, for as long as it stayed there."""
     offer, core = shm.offer(4096, 0.0), min(cores)
-    accepted = shm.accept(os.getpid(), offer.fd, 4096, 0.0)
+    accepted = shm.accept(os.getpid(), offer.fd, 4096, 0.0, helps=True)
     assert accepted is not None
     offer.close_fd()
     found = list[set[int]]()
