@@ -80,10 +80,10 @@ class _Mapping:
         except OSError as error:
             return f"{self.path} cannot be looked at while it is served ({error})"
         seen = FileStamp.of(now)
+        if not (seen.links or self.replaceable):
+            return f"{self.path} was removed or replaced while it was served"
         if self.stamp.written_since(seen):
             return f"{self.path} changed while it was served"
-        if not (now.st_nlink or self.replaceable):
-            return f"{self.path} was removed or replaced while it was served"
         self.stamp = seen  # from here on the next write is seen by its change time again
         return None
 
