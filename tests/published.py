@@ -41,6 +41,8 @@ from tiermoe.kernels.forms import BLOCKS, MatrixForm
 
 PROMPTS = [[3, 17, 50, 9, 81, 22, 7, 64, 90, 11, 45, 3], [99, 4, 4, 76, 31], [8, 120, 33, 60, 60, 2, 71]]
 TOKENS = 10
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+_KEPT = re.compile(r"(embed_tokens|lm_head|norm|\.gate|gate\.wg|router|shared_expert_gate|conv1d|sinks)\b")
 
 
 def reference(oracle: Path) -> list[list[int]]:
@@ -52,8 +54,6 @@ def reference(oracle: Path) -> list[list[int]]:
         found = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, attention_mask=torch.ones_like(ids))
         out.append(found[0, len(prompt) :].tolist())
     return out
-SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
-_KEPT = re.compile(r"(embed_tokens|lm_head|norm|\.gate|gate\.wg|router|shared_expert_gate|conv1d|sinks)\b")
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:

@@ -241,8 +241,8 @@ class _Planner:
         owners = spread_by_bytes(sizes, wanted)
         actors, placed = [], dict.fromkeys((node.id for node in marked), 0)
 
-        def apart(node: NodeInfo) -> tuple[int, bool, str]:
-            """One a node; the first beside a lead whose node is named: messages there cost a fraction."""
+        def by_place(node: NodeInfo) -> tuple[int, bool, str]:
+            """Fewest workers first; of those the lead's node, if it is named: a message within a node costs least."""
             return placed[node.id], self._spec.lead not in (node.id, node.address), node.id
 
         for index in range(wanted):
@@ -261,7 +261,7 @@ class _Planner:
                 PlannedBytes(replicas=replicas),
                 partly=counts if ndp.stored else {},
             )
-            order = [marked[index]] if ndp.workers is None else sorted(marked, key=apart)
+            order = [marked[index]] if ndp.workers is None else sorted(marked, key=by_place)
             node = self._first_fit(f"NDP worker {index}", order, need)
             placed[node] += 1
             actors.append(
