@@ -576,6 +576,17 @@ def rank_by_score(scores: Annotated[NDArray, dict(device='cpu', writable=False)]
 class Placement:
     """Who runs a layer's experts."""
 
+class Spared(Placement):
+    """Everything runs on this device; `keys` are residents that leave last."""
+
+    def __init__(self) -> None: ...
+
+    @property
+    def keys(self) -> list[int]: ...
+
+    @keys.setter
+    def keys(self, arg: Sequence[int], /) -> None: ...
+
 class PlannedPlacement(Placement):
     """As a planner of misses says."""
 
@@ -697,6 +708,15 @@ class Layer:
     def placement(self, of: Placement) -> None:
         """It decides in place of Python's part."""
 
+    @property
+    def partial(self) -> bool:
+        """
+        Whether ids may be -1: pairs that run elsewhere, and count as zeros here.
+        """
+
+    @partial.setter
+    def partial(self, arg: bool, /) -> None: ...
+
     def time(self, by_cpu: bool | None) -> None:
         """
         Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.
@@ -807,17 +827,11 @@ class Routing:
     A layer's routing as it runs, with its pairs t * top_k + k grouped by expert.
     """
 
-    def __init__(self, layer: int, experts: int, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], runs: Annotated[NDArray[numpy.bool_], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None = None) -> None:
+    def __init__(self, layer: int, experts: int, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], partial: bool = False) -> None:
         """
-        experts: of the layer. ids: int64 [T, K]. runs: of pairs, whether they run [T, K]; None: all do.
+        experts: of the layer. ids: int64 [T, K]. partial: pairs may have no expert (-1), and do not run.
 
         Raises ValueError: there is no such expert.
-        """
-
-    @staticmethod
-    def of_counts(layer: int, experts: int, tokens: int, needed: Sequence[int], counts: Sequence[int]) -> Routing:
-        """
-        Of rows that come by expert: `needed` ones, and the rows of each; a row is a pair.
         """
 
     @property
@@ -847,7 +861,7 @@ class Routing:
 
     @property
     def order(self) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
-        """The pairs, grouped by expert [N]."""
+        """The pairs, grouped by expert [T * K]; those that do not run come last."""
 
     def pairs_of(self, keys: Sequence[int]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """The pairs of these needed experts."""

@@ -39,7 +39,7 @@ void CpuLayer::compute(const Given& given, const Routed& routed) {
         all_.y.resize(size);
     }
     float* const y = own ? own.get() : all_.y.data();
-    if (away_) std::fill_n(y, size, 0.0f);  // where no kernel writes
+    if (holes()) std::fill_n(y, size, 0.0f);
     const auto timing = [this](auto&& compute) {
         const double began_s = timed_s();
         compute();

@@ -170,6 +170,7 @@ rule, ahead: there are such. watched: it says who runs where in each pass; else 
 no native rule or prefetch.)")
         .def("placement", [](Layer& layer, std::shared_ptr<Placement> of) { layer.placement(std::move(of)); }, "of"_a,
              "It decides in place of Python's part.")
+        .def_rw("partial", &Layer::partial, "Whether ids may be -1: pairs that run elsewhere, and count as zeros here.")
         .def("time", [](Layer& layer, std::optional<bool> by_cpu) {
             layer.clock_s = !by_cpu ? nullptr : *by_cpu ? cpu_s : now_s;
         }, "by_cpu"_a.none(), "Whether the parts of a pass are timed, by the thread's CPU time or by wall-clock; None: they are not.")

@@ -24,6 +24,8 @@ using namespace nb::literals;
 namespace tiermoe::core {
 namespace {
 
+using HostIds = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;  // [T, K]
+
 class GpuLayer : public Layer {
   public:
     // low: launches low-bit replicas; null: there are none. reads: what reads fast; null: `fetch` does. scored_rows: of the
@@ -39,6 +41,7 @@ class GpuLayer : public Layer {
     Router routers() const override { return static_cast<Router>(routers_.size()); }
     std::int64_t outputs(Router router) const override { return routers_[static_cast<std::size_t>(router)].outputs; }
 
+    // ids: a tensor on the device, or an array on the host, which is not read again.
     // into: of hidden's shape and type, contiguous, for the sums where its launches make them; none: a new tensor.
     nb::object run(nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle into) {
         const nb::object shape = nb::steal(PyObject_GetAttrString(ids.ptr(), "shape"));
@@ -54,7 +57,7 @@ class GpuLayer : public Layer {
                 ~Over() { of.over(); }
             } over{python()};
             const nb::object view = python().pass(*this).attr("view");
-            const auto picked = nb::cast<nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>>(view.attr("picked"));
+            const auto picked = nb::cast<HostIds>(view.attr("picked"));
             ids_.assign(picked.data(), picked.data() + picked.size());
             given.ids = ids_.data();
             Layer::run(given);
@@ -63,7 +66,13 @@ class GpuLayer : public Layer {
             for (const auto& rule : rules_) rule->asks(wanted_);
             if (const LayerAhead* ahead = taking(given)) ahead->asks(*this, given, wanted_);
             const bool weighed = !rules_.empty();
-            read(hidden, weighed ? nb::make_tuple(ids, weights) : nb::make_tuple(ids), wanted_);
+            if (PyObject_CheckBuffer(ids.ptr())) {
+                const auto known = nb::cast<HostIds>(ids);
+                ids_.assign(known.data(), known.data() + known.size());
+                if (weighed || !wanted_.empty()) throw std::invalid_argument("rules and prefetch read ids of the device");
+            } else {
+                read(hidden, weighed ? nb::make_tuple(ids, weights) : nb::make_tuple(ids), wanted_);
+            }
             given.ids = ids_.data(), given.weights = weighed ? weights_.data() : nullptr;
             Layer::run(given);
         }
@@ -101,7 +110,7 @@ class GpuLayer : public Layer {
         }
         nb::object changed;  // weights that a rule in Python has brought to the device
         if (python().rerouted) changed = python().pass(*this).attr("view").attr("device_weights"), rows_.weights = changed.ptr();
-        rows_.order = picked_.order.data(), rows_.top_k = routed.top_k, rows_.zeroed = away_, rows_.low = low_;
+        rows_.order = picked_.order.data(), rows_.top_k = routed.top_k, rows_.zeroed = holes(), rows_.low = low_;
         rows_.changed = routed.weights == given.weights || python().rerouted ? nullptr : routed.weights;
         waited_s_ = 0.0;
         out_ = nb::steal(launches_.run(launches_.self, rows_, {next_groups, this}));

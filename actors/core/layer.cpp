@@ -17,7 +17,7 @@ Layer::Layer(Core& core, const Place& place, Passes& passes) : core_(core), pick
 void Layer::route(const Given& given, Routed& routed) {
     if (given.tokens < 0 || given.top_k < 1 || !product_fits({given.tokens, given.top_k}, kMostItems))
         throw std::invalid_argument("a pass has rows, and experts of each");
-    picked_.expect(given.ids, given.tokens * given.top_k);
+    picked_.expect(given.ids, given.tokens * given.top_k, partial ? kNowhere : 0);
     if (!rules_.empty()) rules_[first_of(rules_)]->apply(*this, given, routed);
     const std::int64_t pairs = given.tokens * routed.top_k;
     if (routed.ids != given.ids) picked_.expect(routed.ids, pairs);

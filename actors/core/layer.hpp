@@ -56,6 +56,19 @@ struct Placement {
     virtual ~Placement() = default;
 };
 
+// Everything runs on this device, whose residents of these leave last.
+struct Spared : Placement {
+    Segments keys;
+    const Segments& where(const Layer&, const Routed&, const Segments& needed, Segments& keep) override {
+        keep = keys;
+        return needed;
+    }
+    const std::vector<Away>& away() const override { return none_; }
+
+  private:
+    const std::vector<Away> none_;
+};
+
 // Of a layer: its number, experts, and neurons of a slot. max_rows: of an expert that the executor's kernels take.
 struct Place {
     std::int64_t index, experts, neurons, max_rows;
@@ -152,6 +165,7 @@ class Layer {
     virtual const float* scores(const Given& given, Router router) = 0;
     // Of later layers, until the next call.
     virtual Scored scored(const Given& given, Router router);
+    bool partial = false;  // pairs may have no expert (`kNowhere`): others run them
     double (*clock_s)() = nullptr;  // by which the parts of a pass are timed; null: they are not
     double placed_s() const { return placed_s_; }  // of a native placement in the last pass
     double timed_s() const { return clock_s ? clock_s() : 0.0; }
@@ -185,6 +199,8 @@ class Layer {
     Picked picked_;                     // its routing
     Segments keep_;                     // residents that leave last
     bool away_ = false;                 // peers run some of it
+    // Whether no kernel here writes the rows of some pairs.
+    bool holes() const { return away_ || picked_.starts.back() < static_cast<std::int64_t>(picked_.order.size()); }
     bool placed_ = false;               // `placement_` has decided
     std::vector<double> best_;          // `Passed::scores` of the present pass
     double peer_blocked_s_ = 0.0, peer_link_s_ = 0.0;  // of the present pass, of the other device with the most

@@ -14,16 +14,19 @@
 namespace tiermoe::core {
 
 // A layer's routing as it runs: the experts that it needs, as picked for one token of distinct experts, else rising, and its
-// pairs (token, k), grouped by expert. What is planned, sent to peers and run of a layer is said by it.
+// pairs (token, k), grouped by expert. What is planned, sent to peers and run of a layer is said by it. Pairs without an expert
+// (`kNowhere`) are in no group.
+constexpr std::int64_t kNowhere = -1;
+
 class Picked {
   public:
     explicit Picked(std::int64_t experts)
         : rows_(static_cast<std::size_t>(experts)), place_(rows_.size()), begun_(rows_.size()) {}
 
-    // Throws std::invalid_argument: there is no such expert.
-    void expect(const std::int64_t* ids, std::int64_t pairs) const {
+    // lowest: 0, or `kNowhere`. Throws std::invalid_argument: there is no such expert.
+    void expect(const std::int64_t* ids, std::int64_t pairs, std::int64_t lowest = 0) const {
         for (std::int64_t i = 0; i < pairs; ++i)
-            if (ids[i] < 0 || ids[i] >= static_cast<std::int64_t>(rows_.size()))
+            if (ids[i] < lowest || ids[i] >= static_cast<std::int64_t>(rows_.size()))
                 throw std::invalid_argument("there is no such expert: " + std::to_string(ids[i]));
     }
     // Of ids as expected [pairs]. False: one has more than `max_rows` rows. first: key of the layer's expert 0.
@@ -33,11 +36,14 @@ class Picked {
         keys.clear();
         counts.clear();
         bool fits = true;
+        std::int64_t some = 0;  // pairs that have an expert
         for (std::int64_t i = 0; i < pairs; ++i) {
+            if (ids[i] == kNowhere) continue;
+            ++some;
             if (!rows_[ids[i]]++) experts.push_back(ids[i]);
             fits &= rows_[ids[i]] <= max_rows;
         }
-        if (tokens > 1 || static_cast<std::int64_t>(experts.size()) < pairs) std::sort(experts.begin(), experts.end());
+        if (tokens > 1 || static_cast<std::int64_t>(experts.size()) < some) std::sort(experts.begin(), experts.end());
         for (std::int64_t e : experts) {
             keys.push_back(first + e);
             counts.push_back(rows_[e]);
@@ -53,12 +59,12 @@ class Picked {
             starts.push_back(starts.back() + counts[i]);
         }
     }
-    // After `place`: the pairs of ids [pairs], or of those that run.
-    void group(const std::int64_t* ids, std::int64_t pairs, const bool* runs = nullptr) {
+    // After `place`: the pairs of ids [pairs]; behind all groups those without an expert.
+    void group(const std::int64_t* ids, std::int64_t pairs) {
+        std::int64_t behind = starts.back();
         next_.assign(starts.begin(), starts.end() - 1);
-        order.resize(static_cast<std::size_t>(starts.back()));
-        for (std::int64_t p = 0; p < pairs; ++p)
-            if (!runs || runs[p]) order[next_[place_[ids[p]]]++] = p;
+        order.resize(static_cast<std::size_t>(pairs));
+        for (std::int64_t p = 0; p < pairs; ++p) order[ids[p] == kNowhere ? behind++ : next_[place_[ids[p]]]++] = p;
     }
     // In place of these: experts as expected, and the rows of each, which are the pairs. False: one comes twice.
     bool take(const Segments& some, const Segments& rows, Key first) {
@@ -112,7 +118,7 @@ class Picked {
     const std::vector<Group>& found() const { return found_; }  // of the last `groups`
 
     Segments experts, keys, counts;           // of the last `sort`
-    std::vector<std::int64_t> starts, order;  // of the last `place` and `group`; the last of `starts` is the end
+    std::vector<std::int64_t> starts, order;  // of the last `place` and `group`; the last of `starts` ends those that run
     std::vector<Group> replicas;              // of the last `groups`
 
   private:

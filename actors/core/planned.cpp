@@ -589,6 +589,9 @@ class PlannedPlacement : public Placement {
 
 void bind_placement(nb::module_& m) {
     nb::class_<Placement>(m, "Placement", "Who runs a layer's experts.");
+    nb::class_<Spared, Placement>(m, "Spared", "Everything runs on this device; `keys` are residents that leave last.")
+        .def(nb::init<>())
+        .def_prop_rw("keys", [](const Spared& of) { return of.keys; }, [](Spared& of, Segments keys) { of.keys = std::move(keys); });
     nb::class_<PlannedPlacement, Placement>(m, "PlannedPlacement", "As a planner of misses says.")
         .def(nb::init<Core&, WholeOrder*, nb::object, nb::object, nb::object, nb::handle, std::uint8_t, std::uint8_t>(),
              nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), "core"_a, "order"_a.none(), "pool"_a.none(), "gpus"_a.none(),

@@ -1,4 +1,4 @@
-// The executor of a layer whose kernels are Python's: other dtypes and forms, norms behind experts, a shard's rows.
+// The executor of a layer whose kernels are Python's: other dtypes and forms, norms behind experts.
 // The routing is Python's, too.
 //
 // The interpreter's lock is kept but where the pass may wait for copies.

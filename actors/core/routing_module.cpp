@@ -23,35 +23,15 @@ namespace {
 template <typename T>
 using Pairs = nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;  // [T, K]
 
-void of_ids(Routing* made, std::int64_t layer, std::int64_t experts, const Pairs<std::int64_t>& ids,
-            const std::optional<Pairs<bool>>& runs) {
+void of_ids(Routing* made, std::int64_t layer, std::int64_t experts, const Pairs<std::int64_t>& ids, bool partial) {
     const auto tokens = static_cast<std::int64_t>(ids.shape(0)), top_k = static_cast<std::int64_t>(ids.shape(1));
-    if (runs && (runs->shape(0) != ids.shape(0) || runs->shape(1) != ids.shape(1))) refuse("pairs that run are as ids, of", tokens);
     auto held = std::make_unique<Routing>(layer, experts, tokens, top_k);
-    const std::int64_t pairs = tokens * top_k, first = layer * experts;
-    held->expect(ids.data(), pairs);
-    if (runs) {
-        std::vector<std::int64_t> some;
-        for (std::int64_t p = 0; p < pairs; ++p)
-            if (runs->data()[p]) some.push_back(ids.data()[p]);
-        held->sort(some.data(), tokens, static_cast<std::int64_t>(some.size()), pairs, first);
-    } else {
-        held->sort(ids.data(), tokens, pairs, pairs, first);
-    }
+    const std::int64_t pairs = tokens * top_k;
+    held->expect(ids.data(), pairs, partial ? kNowhere : 0);
+    held->sort(ids.data(), tokens, pairs, pairs, layer * experts);
     held->place();
-    held->group(ids.data(), pairs, runs ? runs->data() : nullptr);
+    held->group(ids.data(), pairs);
     new (made) Routing(std::move(*held));
-}
-
-Routing of_counts(std::int64_t layer, std::int64_t experts, std::int64_t tokens, const Segments& needed, const Segments& counts) {
-    Routing made(layer, experts, tokens, 1);
-    made.expect(needed.data(), static_cast<std::int64_t>(needed.size()));
-    std::int64_t left = kMostKeys;
-    for (std::int64_t count : counts)
-        if (count > left) refuse("a routing has fewer rows than", count);
-        else left -= std::max<std::int64_t>(count, 0);
-    if (!made.take(needed, counts, layer * experts)) refuse("experts come once, with a count each, not as", static_cast<std::int64_t>(needed.size()));
-    return made;
 }
 
 // Of pairs [first, end) in `order`; the tokens of all of them, rising, and each one's place among these.
@@ -62,7 +42,6 @@ struct Part {
 };
 
 Part part(const Routing& routing, const Segments& keys, const float* weights) {
-    if (routing.pairs() > routing.tokens * routing.top_k) refuse("rows that come by expert are in no token", routing.pairs());
     Part found;
     std::vector<std::int32_t> place(static_cast<std::size_t>(routing.tokens), 0);
     for (Key key : keys) {
@@ -93,11 +72,9 @@ Made<T> array(std::vector<T>&& values) {
 
 void bind_routing(nb::module_& m) {
     nb::class_<Routing>(m, "Routing", "A layer's routing as it runs, with its pairs t * top_k + k grouped by expert.")
-        .def("__init__", &of_ids, "layer"_a, "experts"_a, "ids"_a, "runs"_a.none() = nb::none(),
-             "experts: of the layer. ids: int64 [T, K]. runs: of pairs, whether they run [T, K]; None: all do.\n\n"
+        .def("__init__", &of_ids, "layer"_a, "experts"_a, "ids"_a, "partial"_a = false,
+             "experts: of the layer. ids: int64 [T, K]. partial: pairs may have no expert (-1), and do not run.\n\n"
              "Raises ValueError: there is no such expert.")
-        .def_static("of_counts", &of_counts, "layer"_a, "experts"_a, "tokens"_a, "needed"_a, "counts"_a,
-                    "Of rows that come by expert: `needed` ones, and the rows of each; a row is a pair.")
         .def_ro("layer", &Routing::layer)
         .def_ro("tokens", &Routing::tokens)
         .def_ro("top_k", &Routing::top_k)
@@ -112,7 +89,7 @@ void bind_routing(nb::module_& m) {
         .def_prop_ro("order", [](nb::handle_t<Routing> self) {
             Routing& r = nb::cast<Routing&>(self);
             return Made<std::int64_t>(r.order.data(), {r.order.size()}, self);
-        }, "The pairs, grouped by expert [N].")
+        }, "The pairs, grouped by expert [T * K]; those that do not run come last.")
         .def("pairs_of", [](const Routing& r, const Segments& keys) {
             std::vector<std::int64_t> found;
             for (Key key : keys) {

@@ -24,7 +24,7 @@ _FEW_PAIRS = 64  # of a decode step
 
 
 class _Rows(NamedTuple):
-    """What a pass works on: hidden [T, H], pairs [N], y [N, H]."""
+    """What a pass works on: hidden [T, H], pairs by expert [T * K], y [T * K, H]."""
 
     hidden: torch.Tensor
     pairs: torch.Tensor
@@ -82,8 +82,9 @@ class DeviceBackend:
 
     def begin(self, of: Pass) -> _Rows:
         hidden = of.view.hidden
-        pairs, y = pairs_of(of.routing, hidden.device), self._rows(hidden, of.routing.pairs)  # [N], [N, H]
-        if of.calls:
+        pairs = pairs_of(of.routing, hidden.device)
+        y = self._rows(hidden, len(pairs))
+        if of.calls or of.routing.pairs < len(pairs):
             y.zero_()  # where no kernel writes
         return _Rows(hidden, pairs, y)
 
@@ -101,7 +102,8 @@ class DeviceBackend:
         """`run` in a pass of native kernels; y: the address of the pairs' rows."""
         if of.work is None:
             hidden = of.view.hidden.float().contiguous()  # as the native kernels take it
-            of.work = _Rows(hidden, pairs_of(of.routing, hidden.device), _rows_at(y, of.routing.pairs, hidden.shape[1]))
+            pairs = pairs_of(of.routing, hidden.device)
+            of.work = _Rows(hidden, pairs, _rows_at(y, len(pairs), hidden.shape[1]))
         self.run(of, groups, replicas)
 
     def join(self, of: Pass, call: RemoteCall) -> bool:

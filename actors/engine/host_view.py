@@ -82,7 +82,7 @@ def upload_as(dtype: torch.dtype, array: NDArray[np.float32], device: torch.devi
 
 
 def pairs_of(routing: _core.Routing, device: torch.device) -> torch.Tensor:
-    """A routing's pairs, grouped by expert, on a device [N]."""
+    """`Routing.order` on a device [T * K]."""
     return _in_order(routing.top_k, device) if routing.in_order else upload(routing.order, device)
 
 
@@ -98,7 +98,8 @@ class LayerView:
     """One layer of one forward on the host.
 
     Args:
-        hidden: the layer's input [T, H]. ids, weights: its routing [T, K].
+        hidden: the layer's input [T, H]. ids, weights: its routing [T, K]; ids that are an array, as of a shard, may
+            have pairs without an expert (-1).
         weighed: fetch the weights now. asked: scores to fetch now.
 
     Attributes:
@@ -114,7 +115,7 @@ class LayerView:
         self,
         fetch: Fetch,
         hidden: torch.Tensor,
-        ids: torch.Tensor,
+        ids: torch.Tensor | NDArray[np.int64],
         weights: torch.Tensor,
         weighed: bool = False,
         asked: Sequence[Asked] = (),
@@ -124,7 +125,7 @@ class LayerView:
         self._weights: NDArray[np.float32] | None = None
         self._scores: dict[Asked, NDArray[np.float32]] | None = None
         if fetch is share and not asked:  # the rest is fetched where it is read
-            self.picked = ids.numpy()
+            self.picked = ids if isinstance(ids, np.ndarray) else ids.numpy()
         else:
             self.picked, *found = fetch((ids, weights) if weighed else (ids,), hidden, asked)
             if weighed:

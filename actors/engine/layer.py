@@ -119,7 +119,7 @@ class MoeLayer:
         return bool(self.observers) or self.cache.timeline.enabled or self.shared.check
 
     def forward(self, *inputs: Any) -> Any:
-        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H]; on a shard what its `Backend.look` takes.
+        """hidden [T, H], ids [T, K], weights [T, K] -> [T, H].
 
         Raises:
             RuntimeFailure: a copy failed, or the cache was closed. After any error nothing is pinned.
@@ -355,7 +355,7 @@ Replicas: TypeAlias = "list[tuple[int, int, int]]"
 
 
 class Backend(Protocol):
-    """What the parts of a pass that are Python's ask of a device, or a shard."""
+    """What the parts of a pass that are Python's ask of a device."""
 
     def look(self, step: MoeLayer, weighed: bool, *inputs: Any) -> Any:
         """The `View` of the layer's inputs. weighed: the weights are read."""

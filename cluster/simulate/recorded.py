@@ -89,7 +89,7 @@ class RecordedLayer:
 
     def routing(self, layer: int, experts: int) -> Routing:
         """The pairs that run, by expert."""
-        return Routing(layer, experts, self.ids, self.weights != 0)
+        return Routing(layer, experts, np.where(self.weights != 0, self.ids, -1), partial=True)
 
 
 class RecordedRouter(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from serving import Group, Tiny, add_random_profile, greedy, policy, prepared, s
 
 from tiermoe.actors.engine.cache.cache import ExpertCache
 from tiermoe.actors.engine.cuda.device import CudaDevice
+from tiermoe.actors.engine.executors import CpuExecutor
+from tiermoe.actors.engine.model.model import MoeBlock
 from tiermoe.actors.engine.peers import shard as shard_module
 from tiermoe.actors.engine.peers.shards import PeerCaches, ShardResidency, owners
 from tiermoe.actors.gpu_worker import GpuWorker
@@ -255,26 +258,58 @@ def _command_of_another_kind() -> object:
     return StoreRequest(0, np.zeros(1, np.int32))
 
 
-def test_sums_follow_the_norm_after_each_expert(olmoe: Tiny) -> None:
+def test_sums_follow_the_norm_after_each_expert(olmoe: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tiny model has one; a shard must apply it before the weights."""
+    build = shard_module.build_blocks
+
+    def with_norm(*args: Any) -> list[MoeBlock]:
+        return [replace(block, post=torch.nn.LayerNorm(32)) for block in build(*args)]
+
+    monkeypatch.setattr(shard_module, "build_blocks", with_norm)
     worker = ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, LocalDirectory())
     try:
-        hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
-        batch = ExpertBatch(
-            0, np.array([1, 3], np.int32), np.zeros(2, np.uint8), np.array([0, 2, 4], np.int32),
-            np.array([0, 2, 1, 2], np.int32), np.array([0.5, 0.25, 1.0, 2.0], np.float32), hidden.numpy(),
-        )  # fmt: skip
-        worker.engine._layers[0].post = torch.nn.LayerNorm(32)
-        found = torch.tensor(worker.engine.run(batch).partial)
-        gate_up, down = worker.engine.cache.where.weights[0].tensors
-        expected = torch.zeros(3, 32)
-        for expert, row, weight in ((1, 0, 0.5), (1, 2, 0.25), (3, 1, 1.0), (3, 2, 2.0)):
-            pre = gate_up[expert].float() @ hidden[row]  # [I, 2]
-            y = (torch.nn.functional.silu(pre[:, 0]) * pre[:, 1]) @ down[expert].float()
-            expected[row] += weight * torch.nn.functional.layer_norm(y, (32,))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        pairs = [(1, 0, 0.5), (1, 2, 0.25), (3, 1, 1.0), (3, 2, 2.0)]
+        _check_sums(worker, 3, pairs, lambda y: torch.nn.functional.layer_norm(y, (32,)))
     finally:
         worker.close()
+
+
+# one row; a row without experts, and one twice through the same; more rows of an expert than native kernels take
+@pytest.mark.parametrize(("rows", "pairs"), [
+    (1, [(5, 0, 0.5), (1, 0, 0.25)]), (4, [(1, 3, 0.5), (1, 3, 0.25), (7, 0, 1.0), (3, 3, 2.0), (3, 2, 1.0)]),
+    (20, [(3, row, 0.1 * row) for row in range(20)] + [(1, 7, 1.0)]), (2, []),
+])  # fmt: skip
+def test_sums_of_rows_with_different_numbers_of_experts(
+    rows: int, pairs: list[tuple[int, int, float]], olmoe: Tiny
+) -> None:
+    worker = ShardWorker(_settings(2, budget=0.5), 1, olmoe.store.describe().path, LocalDirectory())
+    try:
+        assert isinstance(worker.engine._layers[0].executor, CpuExecutor)
+        _check_sums(worker, rows, pairs, lambda y: y)
+    finally:
+        worker.close()
+
+
+def _check_sums(
+    worker: ShardWorker, rows: int, pairs: list[tuple[int, int, float]], norm: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Of layer 0, against torch. pairs: expert, row and weight, by expert."""
+    hidden = torch.randn(rows, 32, generator=torch.Generator().manual_seed(1))
+    experts = list(dict.fromkeys(expert for expert, *_ in pairs))
+    counts = [sum(own == expert for own, *_ in pairs) for expert in experts]
+    batch = ExpertBatch(
+        0, np.array(experts, np.int32), np.zeros(len(experts), np.uint8), np.cumsum([0, *counts], dtype=np.int32),
+        np.array([row for _, row, _ in pairs], np.int32), np.array([weight for *_, weight in pairs], np.float32),
+        hidden.numpy(),
+    )  # fmt: skip
+    found = torch.tensor(worker.engine.run(batch).partial)
+    gate_up, down = worker.engine.cache.where.weights[0].tensors
+    expected = torch.zeros(rows, 32)
+    for expert, row, weight in pairs:
+        pre = gate_up[expert].float() @ hidden[row]  # [I, 2]
+        y = (torch.nn.functional.silu(pre[:, 0]) * pre[:, 1]) @ down[expert].float()
+        expected[row] += weight * norm(y)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_does_not_go_together_is_refused(olmoe: Tiny, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The engine of one shard: rows in, sums of experts out, through this device's own cache.
 
-batch (rows of one layer) -> plan -> loads -> residents, arrivals -> norm after each expert -> sum per row
+batch (rows of one layer) -> ids and weights by row -> the layer's pass, as the lead's -> sum per row
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ....errors import PolicyError, StoreError
 from ....proto.messages import ExpertBatch, ExpertResult, PlacementCommand, PrefetchCommand
@@ -23,8 +23,10 @@ from ...store.dense import dense_folder
 from ...store.files import StoreView
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.sources import Sources, open_sources
-from ..host_view import pairs_of
-from ..layer import Groups, MoeLayer, Pass, Replicas, Shared
+from ..dispatch import DeviceBackend
+from ..executors import CpuExecutor, executor_of
+from ..host_view import HostViews, LayerView
+from ..layer import MoeLayer, Shared
 from ..make_cache import ModelExperts, host_experts, make_cache
 from ..make_device import activations_of, make_device
 from ..model.form_kernels import kernels_of
@@ -65,11 +67,12 @@ class ShardEngine:
     ) -> None:
         self.sources, self._device, shape = sources, device, model.shape
         mine = _keys_of(index, len(model.sources), shape.num_experts, settings)
-        self._experts, self._hidden = shape.num_experts, shape.hidden
+        self._experts, self._hidden, self._dtype = shape.num_experts, shape.hidden, model.dtype
         self._reports_residency = settings.policy.on_miss.kind != "load"  # the lead's rule reads it
         self.activations: Activations = activations_of(device.torch_device)
         self.cache = make_cache(settings, model, device, mine)
-        self._placer = Placer(self.cache)  # `place` sets its `keep`
+        self._placer, self._spared = Placer(self.cache), _core.Spared()
+        self._placer.native = self._spared
         self._layers: list[MoeLayer] = []
         self._lock = threading.Lock()
         self._iteration, self._layer = -1, -1  # the newest iteration, and the last layer that ran in it
@@ -79,11 +82,12 @@ class ShardEngine:
         self._failure: PolicyError | None = None
         try:
             kernels = kernels_of(self.cache.pool, settings, blocks)
-            backend = _BatchBackend(self.activations, model.dtype)
+            backend = DeviceBackend(self.cache, _PartViews(), self.activations)
             shared = Shared(self.cache, backend, self._placer, check=settings.integrity_checks)
-            self._layers += [
-                MoeLayer(i, self._experts, shared, kernels.of(block), block.post) for i, block in enumerate(blocks)
-            ]
+            for i, block in enumerate(blocks):
+                layer = MoeLayer(i, self._experts, shared, kernels.of(block), block.post, executor_of)
+                layer.executor.core.partial = True
+                self._layers.append(layer)
             if settings.policy.preload == "all":
                 self.cache.core.preload(mine)
         except BaseException:
@@ -108,7 +112,7 @@ class ShardEngine:
             start_s = time.perf_counter()
             before = self.cache.core.counts(batch.layer)
             self._pass_to(batch.layer)
-            partial = self.activations.deliver(self._layers[batch.layer].forward(batch))
+            partial = self.activations.deliver(self._layers[batch.layer].forward(*self._inputs(batch)))
             self.cache.settle_times()  # by now all has ended
             self.batches += 1
             self.rows += len(batch.hidden)
@@ -158,7 +162,7 @@ class ShardEngine:
             if max(keys, default=0) >= cache.residency.keys:
                 raise StoreError(f"there is no expert {max(keys)}", "use the lead's store")
             self._device.enter()
-            self._placer.keep = frozenset(keys)
+            self._spared.keys = keys
             cache.poll()
             if command.preload:
                 cache.flush()  # experts of an earlier lead
@@ -182,6 +186,16 @@ class ShardEngine:
             self.cache.close()
         self._device.close()
 
+    def _inputs(self, batch: ExpertBatch) -> tuple[torch.Tensor, Any, torch.Tensor]:
+        """What the layer takes: rows and weights on the device, ids on the host."""
+        ids, weights = routing_of(batch)
+        hidden = self.activations.receive(batch.hidden)
+        if hidden.device.type != "cpu":
+            return hidden.to(self._dtype), ids, self.activations.receive(weights)
+        exact = isinstance(self._layers[batch.layer].executor, CpuExecutor)  # its kernels take and give float32
+        hidden = hidden.to(torch.float32 if exact else self._dtype)
+        return hidden, torch.from_numpy(ids), self.activations.receive(weights)
+
     def _pass_to(self, layer: int) -> None:
         """The forward is at this layer: prefetches for layers that it passed without this shard are stale."""
         if layer <= self._layer:  # layers rise within a forward, so a new one has begun
@@ -204,63 +218,35 @@ class ShardEngine:
             raise StoreError("a shard computes in full precision only", "send 0 bits")
 
 
-@dataclass(frozen=True)
-class _BatchView:
-    """A batch of the lead's rows as a `hooks.View`. Each (row, expert) pair is a token of its own."""
+class _PartView(LayerView):
+    """Of a batch: a pair without an expert (-1) is one that another GPU or worker runs."""
 
-    batch: ExpertBatch
+    __slots__ = ()
 
     def routing(self, layer: int, experts: int) -> _core.Routing:
-        batch = self.batch
-        counts = np.diff(batch.starts).tolist()
-        return _core.Routing.of_counts(layer, experts, len(batch.hidden), batch.experts.tolist(), counts)
+        return _core.Routing(layer, experts, self.ids, partial=True)
 
 
-class _BatchBackend:
-    """Runs the lead's batches on this shard's device (`layer.Backend`): weighted sums in float32."""
-
-    def __init__(self, activations: Activations, dtype: torch.dtype) -> None:
-        self._activations, self._dtype = activations, dtype
-
-    def look(self, step: MoeLayer, weighed: bool, batch: ExpertBatch) -> _BatchView:
-        return _BatchView(batch)
-
-    def send(self, of: Pass) -> list[Any]:
-        raise AssertionError("a shard sends nothing on")
-
-    def join(self, of: Pass, call: Any) -> bool:
-        raise AssertionError("a shard has sent nothing on")
-
-    def begin(self, of: Pass) -> _BatchRows:
-        batch, receive = of.view.batch, self._activations.receive
-        hidden = receive(batch.hidden).to(self._dtype)  # [T, H]
-        weights = receive(batch.weights)  # [P]
-        rows = None if len(hidden) == 1 else receive(batch.rows).to(torch.int64)  # [P]
-        x = hidden.expand(len(weights), -1) if rows is None else hidden[rows]  # [P, H]
-        y = hidden.new_empty((len(weights), hidden.shape[1]))
-        return _BatchRows(x, pairs_of(of.routing, x.device), y, weights, rows, len(hidden))
-
-    def run(self, of: Pass, groups: Groups, replicas: Replicas) -> None:
-        work = of.work
-        of.step.kernel.run(work.x, work.pairs, groups, of.routing.top_k, work.y)
-
-    def combine(self, of: Pass) -> torch.Tensor:
-        _, _, y, weights, rows, tokens = of.work
-        if of.step.post is not None:
-            y = of.step.post(y)
-        y = y.float()
-        return (weights @ y).unsqueeze(0) if rows is None else _weighted_sum(y, rows, weights, tokens)
+class _PartViews(HostViews):
+    def look(
+        self, layer: int, hidden: torch.Tensor, ids: Any, weights: torch.Tensor, weighed: bool = False
+    ) -> LayerView:
+        return _PartView(self.fetch, hidden, ids, weights)
 
 
-class _BatchRows(NamedTuple):
-    """Of a pass: x and y [P, H], pairs and weights [P], rows [P] of so many tokens; None: of one."""
-
-    x: torch.Tensor
-    pairs: torch.Tensor
-    y: torch.Tensor
-    weights: torch.Tensor
-    rows: torch.Tensor | None
-    tokens: int
+def routing_of(batch: ExpertBatch) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """A batch's routing by row: ids, of which -1 is none, and weights [T, K]; K: the most experts of a row."""
+    tokens, pairs = len(batch.hidden), len(batch.rows)
+    experts = np.repeat(batch.experts.astype(np.int64), np.diff(batch.starts))  # [P]
+    if tokens == 1 and pairs:
+        return experts[np.newaxis], batch.weights[np.newaxis]
+    by_row = np.argsort(batch.rows, kind="stable")  # [P]
+    rows, counts = batch.rows[by_row], np.bincount(batch.rows, minlength=tokens)
+    at = np.arange(pairs) - (np.cumsum(counts) - counts)[rows]  # place of each pair in its row
+    shape = tokens, max(1, int(counts.max(initial=0)))
+    ids, weights = np.full(shape, -1, np.int64), np.zeros(shape, np.float32)
+    ids[rows, at], weights[rows, at] = experts[by_row], batch.weights[by_row]
+    return ids, weights
 
 
 def open_shard(
@@ -299,12 +285,3 @@ def open_shard(
 def _keys_of(shard: int, layers: int, experts: int, settings: EngineSettings) -> list[int]:
     """Of the experts that belong to a shard."""
     return [key for key, owner in enumerate(owners(layers, experts, settings.shards)) if owner == shard]
-
-
-def _weighted_sum(y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, tokens: int) -> torch.Tensor:
-    """out[t] = sum of weights[p] * y[p] over the pairs p of row t, in a fixed order [T, H]."""
-    if y.device.type == "cpu":
-        return y.new_zeros((tokens, y.shape[1])).index_add_(0, rows, y * weights.unsqueeze(1))
-    mix = y.new_zeros((tokens, len(rows)))  # [T, P]; CUDA's index_add_ adds in no fixed order
-    mix[rows, torch.arange(len(rows), device=y.device)] = weights
-    return mix @ y
