@@ -48,7 +48,8 @@ from .random_model import NamedModel
 
 LOADS, NEAR = "on-demand", "auto"  # policies: without NDP workers, and with
 SHARE = 0.25  # of the experts on all GPUs together
-PROMPT_TOKENS, TOKENS, ROUNDS = 32, 32, 2  # requests of each client in a repetition: ROUNDS
+PROMPT_TOKENS, TOKENS = 32, 32
+ROUNDS = 2  # requests of each client in a repetition; of the random model, whose steps take five times as long, one
 CLIENTS = (1, 8)
 CPUS = 4  # that each node offers; they are the machine's own
 DISTANCES = 2
@@ -62,10 +63,11 @@ _LOST_S = 900.0
 
 @dataclass(frozen=True)
 class Model:
-    """A model of the figure. folder: its checkpoint; None: the default model."""
+    """A model of the figure. folder: its checkpoint; None: the default model. rounds: requests of each client."""
 
     name: str
     folder: str | None
+    rounds: int = ROUNDS
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def deployment(options: Deployment, progress: Progress | None) -> Report:
             for nodes in options.nodes:
                 found = _swept(options, model, nodes, work, report)
                 report.rows += [
-                    row | _beside(row, point, clients, recorded, options, message)
+                    row | _beside(row, point, clients, model.rounds, recorded, options, message)
                     for (point, clients), row in found.items()
                 ]
                 advance()
@@ -166,7 +168,7 @@ def _work(folder: Path | None) -> Iterator[Path]:
 
 def _random(layers: int) -> Model:
     made = NamedModel("qwen3-30b-a3b", layers=layers)
-    return Model(f"qwen3-30b-a3b, {made.layers} layers, {made.form}", str(made.made()))
+    return Model(f"qwen3-30b-a3b, {made.layers} layers, {made.form}", str(made.made()), rounds=1)
 
 
 def _prompts(work: Path) -> list[Prompt]:
@@ -204,7 +206,8 @@ def _sweep(
             "ray": {"address": nodes.address, "startup_deadline_s": _LOST_S},
         },
         "load": {
-            "prompts": str((work / _PROMPTS).absolute()), "requests": ROUNDS, "max_tokens": TOKENS, "ignore_eos": True,
+            "prompts": str((work / _PROMPTS).absolute()), "requests": model.rounds, "max_tokens": TOKENS,
+            "ignore_eos": True,
         },
         "repeats": options.repeats, "cells": list(cells),
         "baseline": one if any(cell.items() >= one.items() for cell in cells) else {},
@@ -301,14 +304,14 @@ def _recorded(model: Model, prompts: Sequence[Prompt], work: Path, progress: Pro
 
 
 def _beside(
-    row: Mapping[str, Any], point: Point, clients: int, recorded: Recorded, options: Deployment,
+    row: Mapping[str, Any], point: Point, clients: int, rounds: int, recorded: Recorded, options: Deployment,
     message: Mapping[str, float],
 ) -> dict[str, Any]:  # fmt: skip
     """The simulated TPOT of a row's configuration, and the error of it."""
     cable = options.model_copy(update={"delay_us": row["delay_us"]})  # that the kernel could add
     machine, header = machine_of_point(point, recorded, cable, message), recorded.header
     engine = engine_for(load_policy(point.policy), header, machine, Budget.parse(point.budget))
-    requests = recorded.learn[: ROUNDS * clients]
+    requests = recorded.learn[: rounds * clients]
     serve_simulated(engine, requests[:clients], clients)
     found = serve_simulated(engine, requests, clients)
     return {"simulated_ms": 1e3 * found.tpot_s, "error": 1e3 * found.tpot_s / row["tpot_ms"] - 1}
