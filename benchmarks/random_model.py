@@ -56,7 +56,7 @@ def save_published(form: Form, shape: MoeShape, folder: Path, distinct: int | No
         kind = "Q4_0" if form is Form.Q4_0 else "Q8_0"
         save_gguf_blocks(config, dense, experts, folder / "model.gguf", kind, "Q8_0")
         return folder
-    from tiermoe.cluster.checkpoints.plan import raw_bytes, type_code
+    from tiermoe.cluster.checkpoints.tensors import raw_bytes, type_code
     from tiermoe.cluster.jobs.prepare.writer import write_tensors
 
     index: dict[str, str] = {}

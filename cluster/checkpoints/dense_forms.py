@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from ...actors.engine.model.published_linear import keeps_form
 from ...kernels.forms import BLOCKS, FLOATS, MatrixForm
 from .matrices import QuantizedEntry, Raw, plain_form
-from .plan import BLOCK_BYTES, Plan, RowTransform
+from .plan import Plan, RowTransform
+from .tensors import BLOCK_BYTES
 
 
 @dataclass(frozen=True)

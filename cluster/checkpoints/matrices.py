@@ -203,6 +203,9 @@ class PublishedMatrix:
         return _entry(self.name, self.scheme, dict(self.tensors), dtype)
 
 
+Found = TensorEntry | PublishedMatrix  # by a name of the checkpoint
+
+
 _BOTH = "pass a release whose files have both, or the config.json that belongs to these weights"
 
 

@@ -1,26 +1,21 @@
-"""Plans which checkpoint tensors make which parameters before any weight is read, and reads tensors.
+"""Plans which checkpoint tensors make which parameters before any weight is read.
 
 The model and its experts modules are built on the meta device. transformers describes each architecture's checkpoint
 layout by renamings and converters. The plan applies them to the checkpoint's names, groups the tensors of each
 conversion, and runs every conversion once on the meta device. So a missing or mis-shaped tensor, or a surplus expert,
 is found in seconds. Later each group is converted alone, which bounds memory.
-
-Tensors are read into ordinary memory: the touched pages of mapped files count as this process's memory, so its peak
-would grow with the checkpoint.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -40,62 +35,11 @@ from ...actors.store.format import DTYPE_CODES, ExpertShape, first_problem
 from ...errors import CheckpointError, UnsupportedModelError
 from ..host import shown
 from .checkpoint import Checkpoint
-from .matrices import OF_ACTIVATIONS, Entry, PublishedMatrix, QuantizedEntry, join
+from .left_out import first_few, left_out, pattern_of, refuse_surplus_experts
+from .matrices import Entry, Found, PublishedMatrix, join
 from .quantization import KEYS
-from .weight_files import INDEX, OTHER_CONFIG, TensorEntry, read_bytes
-
-BLOCK_BYTES = 16 << 20  # of rows that are read, checked and written together
-_ROWS = 128  # of quantized matrices: those of a block of FP8
-_TYPE_CODES = {dtype: code for code, dtype in TORCH_TYPES.items()}
-
-
-def type_code(dtype: torch.dtype) -> str:
-    """The safetensors type code of a torch type. Raises CheckpointError: there is none."""
-    if dtype not in _TYPE_CODES:
-        raise CheckpointError(f"tensors of type {dtype} cannot be stored", "convert the checkpoint to bfloat16")
-    return _TYPE_CODES[dtype]
-
-
-def read_rows(entry: Entry, start: int, stop: int) -> torch.Tensor:
-    """Entries start..stop-1 of a tensor's first dimension, dequantized to float32 if it is quantized.
-
-    Raises:
-        CheckpointError: unreadable, truncated, or not of the form that the configuration says.
-    """
-    if isinstance(entry, QuantizedEntry):
-        return torch.from_numpy(np.ascontiguousarray(entry.dequantized(start, stop)))
-    shape = (stop - start, *entry.spec.shape[1:]) if entry.spec.shape else ()
-    dtype = TORCH_TYPES[entry.spec.dtype]
-    data = read_bytes(entry, start * entry.row_nbytes, (stop - start) * entry.row_nbytes)
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-
-
-def read_blocks(entry: Entry) -> Iterator[torch.Tensor]:
-    """A tensor in runs of rows of about `BLOCK_BYTES` at most (or `_ROWS` rows), in order. Raises as `read_rows`."""
-    step = max(1, BLOCK_BYTES // max(1, entry.row_nbytes))
-    if isinstance(entry, QuantizedEntry):
-        step = entry.rows if entry.repack is not None else max(1, step // _ROWS) * _ROWS
-    for start in range(0, entry.rows, step):
-        yield read_rows(entry, start, min(start + step, entry.rows))
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, in place."""
-    if math.prod(tensor.shape) == 0:
-        return memoryview(b"")
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
-
-
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a contiguous tensor holds no NaN and no infinity; integers always pass."""
-    if not tensor.is_floating_point():
-        return True
-    # A finite sum proves it many times faster; only a sum that overflows needs the second test.
-    return all(
-        bool(torch.isfinite(chunk.sum())) or bool(torch.isfinite(chunk).all())
-        for chunk in tensor.view(-1).split(BLOCK_BYTES // 2)
-    )
-
+from .tensors import BLOCK_BYTES, read_blocks, read_rows, type_code
+from .weight_files import INDEX, OTHER_CONFIG, TensorEntry
 
 _LAYOUT_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _NO_EXPERTS = "serve it with transformers or vLLM: tiermoe offloads routed experts"
@@ -426,9 +370,9 @@ def plan_conversion(
                 group.targets[name] = made
     if problems:
         raise CheckpointError(f"{first_few(problems)} in {checkpoint.path}", OTHER_CONFIG)
-    left_out = _left_out(model, unexpected)
-    _refuse_surplus_experts(model, left_out)
-    return Plan(groups, makers, tuple(left_out))
+    surplus = left_out(model, unexpected)
+    refuse_surplus_experts(model, surplus)
+    return Plan(groups, makers, tuple(surplus))
 
 
 _SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.")
@@ -454,9 +398,6 @@ def _of_single_experts(
     ]
 
 
-Found = TensorEntry | PublishedMatrix
-
-
 def _dequantized_tensors(checkpoint: Checkpoint) -> dict[str, Found]:
     """The checkpoint's tensors, quantized matrices as one each, which is not checked yet. Raises as `join`."""
     tensors = cast(dict[str, TensorEntry], checkpoint.tensors)
@@ -469,7 +410,7 @@ def check_missing(model: PreTrainedModel, plan: Plan, satisfied: set[str]) -> No
     Raises:
         CheckpointError: some are missing.
     """
-    optional = _pattern(model._keys_to_ignore_on_load_missing)
+    optional = pattern_of(model._keys_to_ignore_on_load_missing)
     missing = [
         name
         for name in model.state_dict()
@@ -556,53 +497,3 @@ def _check_numbering(group: Group) -> None:
 
 def _meta(entry: Entry) -> torch.Tensor:
     return torch.empty(entry.spec.shape, dtype=TORCH_TYPES[entry.spec.dtype], device="meta")
-
-
-def _left_out(model: PreTrainedModel, unexpected: Mapping[str, Found | None]) -> list[str]:
-    """Those of the tensors that a model does not have of which transformers says so, when it leaves them out.
-
-    Not among them: what belongs to a tower that is left out, scales of activations, and biases of zeros, which older
-    releases of AutoGPTQ write beside every matrix.
-    """
-    ignored = _pattern([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"])
-    return [
-        name
-        for name, found in unexpected.items()
-        if not (ignored and ignored.search(name))
-        and not OF_ACTIVATIONS.search(name)
-        and not _is_of_tower(model, name)
-        and not (name.endswith(".bias") and isinstance(found, TensorEntry) and _is_zero(found))
-    ]
-
-
-def _is_of_tower(model: PreTrainedModel, name: str) -> bool:
-    """Whether a name leads through a module that was left out, which is None."""
-    at: Any = model
-    for part in name.split(".")[:-1]:  # the last is of a parameter, such as a bias that there is none of
-        if not hasattr(at, part):
-            return False
-        if (at := getattr(at, part)) is None:
-            return True
-    return False
-
-
-def _is_zero(entry: TensorEntry) -> bool:
-    return not any(block.any() for block in read_blocks(entry))
-
-
-def _refuse_surplus_experts(model: PreTrainedModel, left_out: Sequence[str]) -> None:
-    """Raise CheckpointError if tensors of experts are left out: there are other experts than config.json says."""
-    paths = tuple(path + "." for path, module in model.named_modules() if hasattr(module, "is_concatenated"))
-    if surplus := [name for name in left_out if name.startswith(paths)]:
-        what = f"the checkpoint has experts' tensors that the model lacks: {first_few(surplus)}"
-        raise CheckpointError(what, OTHER_CONFIG)
-
-
-def _pattern(patterns: Any) -> re.Pattern[str] | None:
-    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
-
-
-def first_few(names: Sequence[str]) -> str:
-    """Some of many names, for people."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -44,12 +44,10 @@ from ...checkpoints.plan import (
     check_missing,
     expert_dtype,
     find_experts,
-    is_finite,
     plan_conversion,
-    raw_bytes,
-    type_code,
 )
 from ...checkpoints.quantization import quantization_dict, without_quantization
+from ...checkpoints.tensors import is_finite, raw_bytes, type_code
 from ...checkpoints.weight_files import CONFIG, OTHER_CONFIG, compare_hash
 from ...host import shown
 from .writer import Journal, write_file, write_tensors

@@ -97,7 +97,7 @@ def _prepare(checkpoint: Checkpoint, out: Path, *, progress: bool, force: bool) 
 
 def _make(checkpoint: Checkpoint, out: Path, console: Console) -> None:
     """Convert into a folder beside `out`, then rename it. The caller holds the lock."""
-    from ...checkpoints.plan import first_few
+    from ...checkpoints.left_out import first_few
     from .convert import plan_store, write_store  # imports torch, which takes seconds: only when needed
 
     partial, old = beside(out, PARTIAL), beside(out, _OLD)
