@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'tiermoe[peers]' (compiles llama.cpp: ten minutes and more)"
 _CONTEXT = 512  # tokens
 _F32 = 0  # GGML's number of the type
+_HEAD = "mtp."  # of the head for drafts, for which llama.cpp has no place in this architecture
 _PLACES = {"gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps"}  # GGUF's names
 
 
@@ -61,7 +62,8 @@ def write_gguf(model_dir: Path, file: Path) -> Path:
                 prefix = f"model.layers.{layer}.mlp.experts.{expert}"
                 yield number, {name: tensor(f"{prefix}.{name}.weight") for name in _PLACES}
 
-        save_gguf_blocks(config, {n: tensor(n) for n in held if ".experts." not in n}, experts(), file, "F32")
+        dense = {n: tensor(n) for n in held if ".experts." not in n and not n.startswith(_HEAD)}
+        save_gguf_blocks(config, dense, experts(), file, "F32")
     return file
 
 

@@ -14,6 +14,7 @@ from tiny_models import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from tiermoe.benchmarks.llama import LlamaCpp, missing, write_gguf
+from tiermoe.cluster.config import default_model_dir
 from tiermoe.errors import UnsupportedModelError
 
 
@@ -22,8 +23,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("overhead") / "model")
 
 
-def test_a_gguf_has_every_weight_of_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("default", [False, True])  # the default model has a head for drafts, which is left out
+def test_a_gguf_has_every_weight_of_the_model(default: bool, checkpoint: Path, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
+    checkpoint = default_model_dir() if default else checkpoint
     read = gguf.GGUFReader(write_gguf(checkpoint, tmp_path / "model.gguf"))
     found = {tensor.name: tensor.data for tensor in read.tensors}
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
