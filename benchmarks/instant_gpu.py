@@ -234,7 +234,7 @@ def instant_gpu() -> Iterator[InstantGpu]:
     try:
         from tiermoe.kernels.triton import launch, tables
         from tiermoe.kernels.triton.expert_ffn import TritonKernel
-        from tiermoe.kernels.triton.forms import TritonFormKernel
+        from tiermoe.kernels.triton.forms import TritonFormKernel, TritonPackedKernel
     except ImportError:
         raise ConfigError("a fake GPU runs the host's part of Triton kernels", "pip install triton") from None
     gpu: Any = InstantGpu()
@@ -252,7 +252,12 @@ def instant_gpu() -> Iterator[InstantGpu]:
             layer.kernel = TritonFormKernel(pool.parts(form), form, "silu", torch.relu, pool.dtype, ring)
         else:
             layer.kernel = TritonKernel(Operands(pool.gate_up, pool.down, None, None), "silu", kernel, ring)
+        backend, low = layer.backend, layer.backend.low_bit
+        if low is not None:
+            replicas = layer.cache.low_bit.pool
+            backend.low_bit = TritonPackedKernel(replicas.tensors, replicas.shape, "silu", pool.dtype, ring)
         native: Any = executor_of(layer)
+        backend.low_bit = low
         layer.kernel = Launched(layer.kernel, kernel, gpu)
         python, run = PythonExecutor(layer), native.run
         if layer.placer.native is not None:

@@ -149,14 +149,16 @@ class Bench:
         return made
 
     @contextmanager
-    def engine(self, preset: str, budget: float, near_data: NearData, asked: bool = False) -> Iterator[ExpertEngine]:
-        """An engine without a store, with the replay's routers, and a matcher and the NDP worker if the preset needs
-        them.
+    def engine(
+        self, preset: str, budget: float, near_data: NearData, asked: bool = False, replayed: bool = True
+    ) -> Iterator[ExpertEngine]:
+        """An engine without a store, and a matcher and the NDP worker if the preset needs them.
 
         `near_data` outlives it unless something fails.
 
         Args:
             asked: the NDP worker also runs where the preset can do without.
+            replayed: prefetch goes by the replay's routers; else by the model's own.
 
         Raises:
             TierMoeError: the preset does not work with that budget or model.
@@ -171,7 +173,7 @@ class Bench:
             ndp=near_data.settings,
         )
         routers = zip(self.built.blocks, self.replay.probes(), strict=True)
-        blocks = [replace(block, router=probe) for block, probe in routers]
+        blocks = [replace(block, router=probe) if replayed else block for block, probe in routers]
         embedding = self.built.model.get_input_embeddings()
         before = set(embedding._forward_hooks)
 

@@ -6,6 +6,7 @@ The model is the shape's first layers with random weights, whose own routers spr
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import product
 
 import torch
 
@@ -21,6 +22,7 @@ from .routing import draw
 from .run_parts import Context, Record
 from .transfers import record_peaks
 
+PRESETS = ("on-demand", "next-gate")  # layers as they are needed; and whole, one ahead of the compute
 LAYERS, TOKENS, TOY_TOKENS, BUDGET = 8, 8192, 64, 0.25
 _CASE_S = 12.0  # a case with less time left does not start
 
@@ -39,12 +41,15 @@ def run(context: Context, record: Record) -> None:
         bench.replay.close()
         bench.built.use(OURS)
         absent = (1 - BUDGET) * layers * shape.experts * shape.expert.nbytes(context.dtype.itemsize)
-        for rows in (tokens, tokens // 16):
-            case = f"{shape.name}, a prompt of {tokens} tokens, {rows} at once"
-            if record.measured("prompt", rows=rows) or not record.has_time(context, _CASE_S, case):
+        for rows, preset in product((tokens, tokens // 16), PRESETS):
+            case = f"{shape.name}, a prompt of {tokens} tokens, {rows} at once, {preset}"
+            if record.measured("prompt", rows=rows, preset=preset) or not record.has_time(context, _CASE_S, case):
                 continue
             kv = KvSettings(page_size=16, tokens=tokens + 64, max_batch_tokens=rows, prefix_cache=False)
-            with record.trying(case, must_run=True), bench.engine("on-demand", BUDGET, near_data) as engine:
+            with (
+                record.trying(case, must_run=True),
+                bench.engine(preset, BUDGET, near_data, replayed=False) as engine,
+            ):
                 with closing(ContinuousBatcher(bench.built.model, kv, engine, "triton" if gpu else "auto")) as batcher:
                     prompt = tuple((7 * i + 1) % 200 for i in range(tokens))
                     for _ in range(2):  # the first compiles
@@ -53,7 +58,7 @@ def run(context: Context, record: Record) -> None:
                     loaded = engine.stats().total().bytes_loaded - before
                 record.row(
                     "prompt", shape=shape.name, layers=layers, of_layers=shape.moe_layers, tokens=tokens, rows=rows,
-                    ttft_s=measured["ttft_s"], gb=loaded / 1e9, link_s=loaded / peaks.h2d / 1e9,
+                    preset=preset, ttft_s=measured["ttft_s"], gb=loaded / 1e9, link_s=loaded / peaks.h2d / 1e9,
                     least_link_s=absent / peaks.h2d / 1e9,
                 )  # fmt: skip
             free_memory(context)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +23,29 @@ from tiermoe.cluster.jobs.local_worker import run_config, start_worker
 from .run_parts import Context, Record
 from .transfers import spread_of
 
-# preset, budget, and whether decode steps are CUDA graphs
+
+class Case(NamedTuple):
+    """budget: of each GPU. graphs: decode steps are CUDA graphs. shards: GPUs; a case for which there are too few is
+    left out.
+    """
+
+    preset: str
+    budget: float
+    graphs: bool
+    shards: int = 1
+
+    @property
+    def name(self) -> str:
+        shards = f", {self.shards} GPUs" if self.shards > 1 else ""
+        return f"served, {self.preset}" + (", graphs" if self.graphs else "") + shards
+
+
 CASES = (
-    ("auto", 0.25, False), ("auto", 0.25, True), ("all-resident", 1.0, False), ("all-resident", 1.0, True),
-    ("next-gate", 0.25, True), ("on-demand", 0.25, True),
+    Case("auto", 0.25, False), Case("auto", 0.25, True), Case("all-resident", 1.0, False),
+    Case("all-resident", 1.0, True), Case("next-gate", 0.25, True), Case("on-demand", 0.25, True),
+    Case("next-gate", 0.125, True, shards=2), Case("all-resident", 0.5, True, shards=2),
 )  # fmt: skip
+TOY_CASES = (Case("auto", 0.25, False), Case("next-gate", 0.125, False, shards=2))
 BATCHES, PROMPT_TOKENS, TOKENS, REPEATS = (1, 8), 64, 48, 5
 TOY_TOKENS = 6  # of one sequence, once
 _CASE_S = 6.0  # a case with less time left does not start
@@ -39,11 +57,13 @@ def run(context: Context, record: Record) -> None:
     steady_sdpa()
     prompts = heldout_prompts(default_model_dir(), max(BATCHES), PROMPT_TOKENS)
     _reference(context, record, prompts)
-    for preset, budget, graphs in CASES[:1] if context.toy else CASES:
-        case = f"served, {preset}" + (", graphs" if graphs else "")
-        if record.has_time(context, _CASE_S, case):
-            with record.trying(case, must_run=True):
-                _case(context, record, preset, budget, graphs, prompts)
+    gpus = torch.cuda.device_count() if context.device.type == "cuda" else 2  # the CPU stands in for any number
+    for case in TOY_CASES if context.toy else CASES:
+        if case.shards > gpus:
+            record.note(f"{case.name}: this machine has {gpus}")
+        elif record.has_time(context, _CASE_S, case.name):
+            with record.trying(case.name, must_run=True):
+                _case(context, record, case, prompts)
 
 
 def _sizes(context: Context) -> tuple[Sequence[int], int, int]:
@@ -51,15 +71,16 @@ def _sizes(context: Context) -> tuple[Sequence[int], int, int]:
     return ((1,), TOY_TOKENS, 1) if context.toy else (BATCHES, TOKENS, REPEATS)
 
 
-def _case(
-    context: Context, record: Record, preset: str, budget: float, graphs: bool, prompts: Sequence[Prompt]
-) -> None:
-    compile = "graphs" if graphs else "off" if context.device.type == "cuda" else "auto"
-    config = run_config(None, device=context.device.type, policy=preset, budget=budget, compile=compile)
+def _case(context: Context, record: Record, case: Case, prompts: Sequence[Prompt]) -> None:
+    compile = "graphs" if case.graphs else "off" if context.device.type == "cuda" else "auto"
+    config = run_config(
+        None, device=context.device.type, policy=case.preset, budget=case.budget, compile=compile,
+        cluster={"shards": case.shards},
+    )  # fmt: skip
     batches, tokens, repeats = _sizes(context)
     with closing(start_worker(config)) as worker:
-        for note in worker.plan()["notes"] if graphs else ():
-            record.note(f"{preset}, graphs: {note}")
+        for note in worker.plan()["notes"] if case.graphs else ():
+            record.note(f"{case.name}: {note}")
         for batch in batches:
             some = prompts[:batch]
             for _ in range(2):
@@ -72,7 +93,7 @@ def _case(
             layers = [fmean(layer.host_s for layer in step.layers) * 1e6 for step in of]
             waits = [fmean(layer.parts["wait"] for layer in step.layers) * 1e6 for step in of]
             record.row(
-                "served", preset=preset, budget=budget, graphs=graphs, batch=batch,
+                "served", **case._asdict(), batch=batch,
                 tpot_ms=spread_of([measures["tpot_s"] * 1e3 for measures in found]),
                 ttft_ms=spread_of([measures["ttft_s"] * 1e3 for measures in found]),
                 hit_rate=worker.stats().hit_rate, step_us=parts, layer_us=median(layers), layer_wait_us=median(waits),
