@@ -131,6 +131,13 @@ class PolicySettings(Settings):
         order: CacheOrder | None = policy_class("eviction", self.eviction.kind).counted_as
         return order
 
+    @property
+    def shards_stream(self) -> bool:
+        """Whether another GPU's pass that sweeps queues its part of the next layer by itself; a planner says what is
+        queued.
+        """
+        return self.prefetch.streams and not self.placement.planned
+
     def make_prefetch(self, context: PolicyContext) -> PrefetchPolicy | None:
         """The prefetch policy in its first state; None: no prefetch.
 

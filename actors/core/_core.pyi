@@ -480,6 +480,9 @@ class Core:
 
     def may_sweep(self, pairs: int) -> bool: ...
 
+    def owns(self, keys: Sequence[int]) -> None:
+        """Of the experts that are this device's. Not called: all are."""
+
     def finish_prefetch(self, keys: Sequence[int], layer: int) -> None: ...
 
     def vacate(self, slots: int, layer: int) -> None: ...
@@ -694,6 +697,9 @@ class Layer:
         """router: the layer's own, if the rule reads its probabilities."""
 
     def ask_routers(self, router: int, first: int, layers: int, by: ByScores, of: Announced) -> None: ...
+
+    def stream_next(self, source: int) -> None:
+        """A pass that sweeps queues the next layer's experts of this device."""
 
     def release_slots(self, own: int, router: int, of: PreEviction) -> None: ...
 
@@ -958,10 +964,8 @@ class VirtualRun:
         prefetch goes [T, L, D, P].
         """
 
-    def run(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int], keep: Sequence[int]) -> None:
-        """
-        A layer's rows that came in a message: experts, and the rows of each. keep: residents that leave last.
-        """
+    def run(self, layer: int, tokens: int, experts: Sequence[int], counts: Sequence[int]) -> None:
+        """A layer's rows that came in a message: experts, and the rows of each."""
 
     @property
     def layers(self) -> list: ...

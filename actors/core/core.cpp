@@ -611,8 +611,13 @@ const Segments& Core::open(std::int64_t layer, const Segments& keys, const Segme
     expect(keys, layer * layout_.experts, (layer + 1) * layout_.experts);
     if (counts.size() != keys.size()) throw Broken("as many counts as experts");
     layer_ = layer;
-    sweeps_ = may_sweep(std::accumulate(counts.begin(), counts.end(), std::int64_t{0})) &&
-              static_cast<double>(keys.size()) >= kSweepShare * static_cast<double>(layout_.experts);
+    const std::int64_t pairs = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+    std::int64_t experts = layout_.experts;  // of which the pass picks
+    if (!others_.empty() && pairs >= kSweepPairs && std::none_of(keys.begin(), keys.end(), [&](Key key) { return others_[key]; })) {
+        const auto first = others_.begin() + layer * layout_.experts;
+        experts = std::count(first, first + layout_.experts, std::uint8_t{0});
+    }
+    sweeps_ = pairs >= kSweepPairs * experts && static_cast<double>(keys.size()) >= kSweepShare * static_cast<double>(experts);
     for (Key key : keys) ++uses_[key];
     into_segments(keys, needed_);
     if (!low.empty())
@@ -910,11 +915,18 @@ std::int64_t Core::prefetch(const Segments& keys, const Segments& keep, std::uin
     return static_cast<std::int64_t>(fit.size());
 }
 
+void Core::owns(const Segments& keys) {
+    expect(keys, 0, layout_.keys());
+    others_.assign(static_cast<std::size_t>(layout_.keys()), 1);
+    for (Key key : keys) others_[key] = 0;
+}
+
 bool Core::stream(std::uint8_t source) {
     if (!sweeps_) return false;
     if (late_ || layer_ + 1 == layout_.layers) return true;  // the first: its own experts have to take turns
-    Segments next(static_cast<std::size_t>(layout_.experts));
-    std::iota(next.begin(), next.end(), (layer_ + 1) * layout_.experts);
+    Segments next;
+    for (Key key = (layer_ + 1) * layout_.experts; key < (layer_ + 2) * layout_.experts; ++key)
+        if (others_.empty() || !others_[key]) next.push_back(key);
     prefetch(next, {}, source, true);
     return true;
 }

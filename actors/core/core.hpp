@@ -302,6 +302,9 @@ class Core {
     // Whether a pass of so many pairs probably sweeps: it has `kSweepPairs` for each expert. It does where it needs
     // `kSweepShare` of its layer's experts, too.
     bool may_sweep(std::int64_t pairs) const { return pairs >= kSweepPairs * layout_.experts; }
+    // Keys of the experts that are this device's; others are not streamed, and a pass that needs none of them sweeps among
+    // these. Not called: all are.
+    void owns(const Segments& keys);
     // Wait, at the cost of `layer`, for these experts' copies under way.
     void finish_prefetch(const Segments& keys, std::int64_t layer);
     // Evict until so many slots are free before `layer` runs, or these.
@@ -428,6 +431,7 @@ class Core {
     double blocked_s_ = 0.0, link_s_ = 0.0;  // of its layer when it began
     bool late_ = false;  // some loads wait for slots of the pass
     bool sweeps_ = false;  // it does
+    std::vector<std::uint8_t> others_;  // [keys], 1 where another device owns it; empty: none does
     Segments needed_;
     Plan plan_;
     // of one call, so that none allocates

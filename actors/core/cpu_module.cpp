@@ -162,6 +162,8 @@ under way, too.)")
     nb::class_<Layer>(m, "Layer", "A layer's pass in one call; routers are named by their numbers there, -1: none.")
         .def("rule", &rule, "of"_a, "router"_a, "router: the layer's own, if the rule reads its probabilities.")
         .def("ask_routers", &ask_routers, "router"_a, "first"_a, "layers"_a, "by"_a, "of"_a)
+        .def("stream_next", [](Layer& layer, std::uint8_t source) { layer.ahead(std::make_unique<StreamNext>(source)); },
+             "source"_a, "A pass that sweeps queues the next layer's experts of this device.")
         .def("release_slots", &release_slots, "own"_a, "router"_a, "of"_a)
         .def("parts", &python_parts, nb::keep_alive<1, 3>(), "begin"_a, "planned"_a, "rule"_a, "ahead"_a,
              "watched"_a, "alone"_a, R"(Parts in Python, behind the native ones: methods of what `begin` makes (`engine.layer.Pass`).

@@ -233,6 +233,13 @@ struct Announced {
     }
 };
 
+// A pass that sweeps queues the next layer whole; others prefetch nothing.
+struct StreamNext : LayerAhead {
+    explicit StreamNext(std::uint8_t source) : source(source) {}
+    void run(Layer& layer, const Given&, std::vector<double>&) override { layer.core().stream(source); }
+    const std::uint8_t source;
+};
+
 // Prefetch by the routers of the layers behind, on this layer's input.
 struct AskRouters : LayerAhead {
     // A policy that wraps keeps account of forwards: those that nobody has announced are for Python.

@@ -234,6 +234,7 @@ NB_MODULE(_core, m) {
         }, "keys"_a, "keep"_a, "source"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("stream", &Core::stream, "source"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("may_sweep", &Core::may_sweep, "pairs"_a)
+        .def("owns", &Core::owns, "keys"_a, "Of the experts that are this device's. Not called: all are.")
         .def("finish_prefetch", &Core::finish_prefetch, "keys"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("vacate", &Core::vacate, "slots"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("leave", &Core::leave, "victims"_a, "layer"_a, nb::call_guard<nb::gil_scoped_release>())

@@ -70,11 +70,11 @@ void bind_virtual(nb::module_& m) {
            "All layers of a forward. ids, weights: as picked [L, T, K]. dense_s: of each layer. next_ids, next_scores: by which a\n"
            "prefetch goes [T, L, D, P].")
         .def("run", [](VirtualRun& run, std::int64_t layer, std::int64_t tokens, const Segments& experts,
-                       const Segments& counts, const Segments& keep) {
+                       const Segments& counts) {
             if (layer < 0 || layer >= static_cast<std::int64_t>(run.layers().size())) refuse("there is no such layer", layer);
-            run.run(layer, tokens, {experts, counts, keep});
-        }, "layer"_a, "tokens"_a, "experts"_a, "counts"_a, "keep"_a,
-           "A layer's rows that came in a message: experts, and the rows of each. keep: residents that leave last.")
+            run.run(layer, tokens, {experts, counts});
+        }, "layer"_a, "tokens"_a, "experts"_a, "counts"_a,
+           "A layer's rows that came in a message: experts, and the rows of each.")
         .def_prop_ro("layers", [](VirtualRun& run) {
             nb::list found;
             for (const auto& layer : run.layers()) found.append(nb::cast(layer.get(), nb::rv_policy::reference_internal, nb::find(run)));

@@ -66,7 +66,6 @@ void VirtualLayer::route(const Given& given, Routed& routed) {
     if (of_.part) {
         picked_.expect(of_.part->experts.data(), static_cast<std::int64_t>(of_.part->experts.size()));
         if (!picked_.take(of_.part->experts, of_.part->counts, key(0))) throw std::invalid_argument("experts come once, with a count each");
-        keep_ = of_.part->keep;
         routed.picked = &picked_;
         return;
     }

@@ -33,7 +33,7 @@ struct Recorded {
 
 // Rows of a layer that came in a message: experts, and the rows of each.
 struct Part {
-    const Segments &experts, &counts, &keep;
+    const Segments &experts, &counts;
 };
 
 // What the layers of one device share: its clock and link, and what runs at present.

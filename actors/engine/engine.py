@@ -360,7 +360,8 @@ class ExpertEngine:
         elif policy.needs_lookahead:
             mute = unasked_layers(blocks)
             self.notes += [f"MoE layer {i} exposes no router logits and is not prefetched for" for i in mute]
-        made = RouterPrefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch)
+        streams = self.shards is None or settings.policy.shards_stream
+        made = RouterPrefetching(policy, self.cache, blocks, self.experts, self.shards, gates, self._fetch, streams)
         if settings.policy.adapts_prefetch:
             made.adapt(PrefetchTrials(), time.perf_counter if self._clock is None else self._clock)
         return made

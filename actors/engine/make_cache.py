@@ -129,9 +129,12 @@ def make_cache(
     else:  # a stepped link, on its own clock
         seconds = partial(load_s, link=Link(settings.link.gbps, settings.link.latency_us))
         link = CacheLink(_core.CarryingLink(clock, seconds, 0.0, Carrier(where)), clock)
-    return ExpertCache(
+    cache = ExpertCache(
         where, link, eviction, stats, Timeline(settings.trace), policy.prefetch.min_useful, policy.evict_writeback
     )
+    if settings.shards.count > 1:
+        cache.core.owns(list(keys))
+    return cache
 
 
 def host_experts(

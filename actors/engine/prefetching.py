@@ -54,6 +54,7 @@ class Prefetching:
         see: makes the policy's view of a layer.
         shards: the other shards; None: there are none. Experts of the next forward are not posted to shards, which
             count forwards by their messages.
+        streams: where passes sweep, the policy may stream the next layer: shards do so, too.
 
     With `adapt`, decode forwards prefetch only while that pays (`policies.prefetch_trials`); the pause holds for whole
     forwards, prompts always prefetch.
@@ -67,7 +68,7 @@ class Prefetching:
 
     def __init__(
         self, policy: PrefetchPolicy, cache: ExpertCache, layers: int, experts: int, see: See,
-        shards: OtherShards | None = None,
+        shards: OtherShards | None = None, streams: bool = True,
     ) -> None:  # fmt: skip
         self.policy, self._cache, self._experts, self._shards, self._see = policy, cache, experts, shards, see
         self._last, self.announced = layers - 1, _core.Announced()  # what native code goes by
@@ -78,7 +79,7 @@ class Prefetching:
         self._trials: PrefetchTrials | None = None
         self._clock: Callable[[], float] = float
         self._before: tuple[int, DecodeForward] | None = None  # resets, and the counters when the last forward began
-        self._paused = False
+        self._paused, self._may_stream = False, streams
 
     def adapt(self, trials: PrefetchTrials, clock: Callable[[], float]) -> None:
         """Pause prefetch in decode forwards where these say so. clock: seconds."""
@@ -157,19 +158,24 @@ class Prefetching:
 
     @property
     def _streams(self) -> bool:
-        return self.policy.streams and not self._always
+        return self.policy.streams and self._may_stream and not self._by_parts
 
     @property
     def _always(self) -> bool:
         """Whether a layer with others in its reach is never `idle`.
 
-        Other shards have governors and slots of their own. Of a split expert the bottom is loaded for each use, whether
-        or not its top is in a slot.
+        Other shards have governors and slots of their own.
         """
-        if self._shards is not None or self.on_predicted is not None:
-            return True
+        return self._shards is not None or self._by_parts
+
+    @property
+    def _by_parts(self) -> bool:
+        """Whether the policy is asked in any case: of a split expert the bottom is loaded for each use, whether or not
+        its top is in a slot.
+        """
         split = self._cache.split
-        return split is not None and split.buffer_slots > 0 and not self.policy.synchronous
+        bottoms = split is not None and split.buffer_slots > 0 and not self.policy.synchronous
+        return bottoms or self.on_predicted is not None
 
     def _keys_ahead(self, index: int) -> list[tuple[int, int]]:
         """The keys of the layers that the policy prefetches for at a layer: first and end of each stretch."""
@@ -219,7 +225,7 @@ class RouterPrefetching(Prefetching):
     """Prefetch for a live model, by its routers' scores and its input embeddings.
 
     Args:
-        policy, cache, experts, shards: as `Prefetching`.
+        policy, cache, experts, shards, streams: as `Prefetching`.
         blocks: the model's MoE layers.
         gates: of layers 0..L-2, for `lookahead(1)` of a policy that `needs_gates`.
         fetch: brings the embeddings' means to the host, once a forward.
@@ -234,8 +240,9 @@ class RouterPrefetching(Prefetching):
         shards: OtherShards | None = None,
         gates: Sequence[RouterProbe] | None = None,
         fetch: Fetch = share,
+        streams: bool = True,
     ) -> None:
-        super().__init__(policy, cache, len(blocks), experts, self._seen, shards)
+        super().__init__(policy, cache, len(blocks), experts, self._seen, shards, streams)
         self._routers, self._fetch = [block.router for block in blocks], fetch
         self._scores = self._ahead(gates)  # of each layer, by distance
         self._own = [None if router is None else Asked(router, softmax=True) for router in self._routers]

@@ -177,6 +177,11 @@ class PrefetchOptions(PolicyOptions):
         """Experts to ask for."""
         return context.top_k if self.top is None else self.top
 
+    @property
+    def streams(self) -> bool:
+        """`PrefetchPolicy.streams` of what is made of these, as far as other GPUs are to do the same by themselves."""
+        return False
+
 
 class NextLayerOptions(PrefetchOptions):
     """Options of a policy that prefetches for the next layer only."""
@@ -193,6 +198,10 @@ class NextGateOptions(PrefetchOptions):
         default=False, description="a forward with 64 pairs of token and expert for each expert, or more, that needs "
         "most experts of its layer prefetches all of the next one; not with synchronous",
     )  # fmt: skip
+
+    @property
+    def streams(self) -> bool:
+        return self.whole_layers and not self.synchronous
 
 
 class PrefetchAnswers:
@@ -393,7 +402,7 @@ class NextGatePrefetch(LayeredPrefetch):
         whole_layers: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(layers, experts, top, distance, synchronous)
-        self.streams = whole_layers and not synchronous
+        self.streams = whole_layers and not synchronous  # as of the options
 
     def observed(self, seen: LayerSeen) -> Sequence[Wanted]:
         layers: list[list[int]] = []

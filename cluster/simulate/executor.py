@@ -167,8 +167,14 @@ class SimulatedEngine:
         )
         self.clock, self.cache, self.stats, self.run = lead.clock, lead.cache, lead.stats, lead.run
         self.stats.expert_budget_bytes = bought
+        mine = [[key for key in range(keys) if owners[key] == i] for i in range(len(policies.others) + 1)]
+        if policies.others:
+            self.cache.core.owns(mine[0])
+        streams = settings.prefetch.kind if settings.shards_stream else None
         self._shards = [
-            SimulatedShard(header, machine, min(bought // slot_bytes, owners.count(i)), eviction, min_useful)
+            SimulatedShard(
+                header, machine, min(bought // slot_bytes, len(mine[i])), eviction, min_useful, mine[i], streams
+            )
             for i, eviction in enumerate(policies.others, start=1)
         ]
         self._peers = Peers(header, machine, lead)
@@ -215,7 +221,8 @@ class SimulatedEngine:
         if prefetch is not None:
             if self.machine.matcher_s and getattr(prefetch, "of_matcher", False):
                 prefetch = MatcherLag(prefetch, self.clock, self.machine.matcher_s, experts)
-            prefetching = RecordedPrefetching(prefetch, self.cache, header, self._peers.shards)
+            streams = not self._shards or settings.shards_stream
+            prefetching = RecordedPrefetching(prefetch, self.cache, header, self._peers.shards, streams)
             if policies.trials is not None:
                 prefetching.adapt(policies.trials, self.clock)
         if policies.pre_evict is not None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...actors.core._core import Clock, VirtualLink
+from ...actors.core._core import Clock, Spared, VirtualLink
 from ...actors.engine.cache.cache import ExpertCache
 from ...actors.engine.layer import MoeLayer, Pass
 from ...actors.engine.placer import Placer
@@ -26,6 +26,7 @@ from ...actors.engine.stats import LayerStats, PeerKind
 from ...actors.policies.auto import Costs, Without
 from ...actors.policies.context_ndp import HotSet, HotSlots
 from ...actors.policies.cost import FULL_BITS, BatchCosts, NdpDevice, Work, expert_cost, load_s
+from ...actors.policies.eviction import EvictionPolicy
 from ...actors.policies.prefetch import LayerSeen, PrefetchPolicy, Span, Wanted, WantedKeys, ranked
 from ...actors.policies.residency import State
 from ...actors.policies.routing import SequenceRows
@@ -61,10 +62,26 @@ class SimulatedTask:
 
 
 class SimulatedShard(SimulatedGpu):
-    """Another GPU of a lead, with its share of the experts."""
+    """Another GPU of a lead, with its share of the experts.
 
-    keep: frozenset[int] = frozenset()  # hot experts, which leave last
+    Args:
+        mine: its keys. streams: by which policy it streams where a pass sweeps; None: it does not.
+        Others as `SimulatedGpu`.
+    """
+
     _layer = -1  # that ran last
+
+    def __init__(
+        self, header: TraceHeader, machine: Machine, slots: int, eviction: EvictionPolicy, min_useful: float,
+        mine: Sequence[int], streams: str | None,
+    ) -> None:  # fmt: skip
+        super().__init__(header, machine, slots, eviction, min_useful)
+        self._spared = Spared()  # hot experts, which leave last
+        self.cache.core.owns(list(mine))
+        for layer in self.run.layers:
+            layer.placement(self._spared)
+            if streams is not None:
+                layer.stream_next(self.cache.number_of(streams))
 
     def begin(self, at_s: float) -> None:
         """A message has arrived."""
@@ -77,7 +94,7 @@ class SimulatedShard(SimulatedGpu):
         for index in passed:
             core.drop_stale(index, [])
         self._layer = layer
-        self.run.run(layer, tokens, experts, counts, list(self.keep))
+        self.run.run(layer, tokens, experts, counts)
         self.cache.settle_times()
         total_s, after = self.clock.now_s - begin_s, core.counts(layer)
         nothing: Any = None
@@ -91,7 +108,7 @@ class SimulatedShard(SimulatedGpu):
 
     def place(self, keys: Sequence[int], *, keep_others: bool, preload: bool = False) -> None:
         """Make these the hot experts."""
-        self.keep = frozenset(keys)
+        self._spared.keys = list(keys)
         self.cache.poll()
         if preload:
             self.cache.core.preload(list(keys))

@@ -101,8 +101,10 @@ class RecordedRouter(NamedTuple):
 class RecordedPrefetching(Prefetching):
     """Prefetch by recorded scores."""
 
-    def __init__(self, policy: PrefetchPolicy, cache: ExpertCache, header: TraceHeader, shards: Any) -> None:
-        super().__init__(policy, cache, header.layers, header.experts, see, shards)
+    def __init__(
+        self, policy: PrefetchPolicy, cache: ExpertCache, header: TraceHeader, shards: Any, streams: bool
+    ) -> None:
+        super().__init__(policy, cache, header.layers, header.experts, see, shards, streams)
         self._distances, self.announced.last_rows = header.distances, True
 
     @property

@@ -126,6 +126,28 @@ def step(native: Stack, python: Stack, *inputs: torch.Tensor) -> None:
     assert native.known() == python.known()
 
 
+@pytest.mark.parametrize("slots", [2, KEYS])
+def test_parts_of_a_pass_add_up(slots: int) -> None:
+    """As of shards: ids are on the host, and pairs that others run have none."""
+    stack, rng = GpuStack(slots, "lru", hooks=lambda _: Hooks()), np.random.default_rng(slots)
+    for layer in stack.layers:
+        layer.executor.core.partial = True
+    for _ in range(10):
+        hidden, ids, weights = routed(rng, 24)
+        mine = rng.random(ids.shape) < 0.5
+        for layer in stack.layers:
+            sides = [np.where(side, ids.numpy(), -1) for side in (mine, ~mine, mine | ~mine)]
+            first, second, whole = (layer.forward(hidden, side, weights) for side in sides)
+            torch.testing.assert_close(first + second, whole)
+            stack.cache.check_integrity()
+    with pytest.raises(ValueError, match="no such expert"):
+        stack.layers[0].forward(hidden, np.full_like(ids, -2), weights)
+    stack.layers[0].executor.core.partial = False
+    with pytest.raises(ValueError, match="no such expert"):
+        stack.layers[0].forward(hidden, np.full_like(ids, -1), weights)
+    stack.cache.close()
+
+
 @pytest.mark.parametrize("slots", [2, EXPERTS, KEYS - 2, KEYS])
 def test_native_calls_are_the_step_in_python(slots: int) -> None:
     """On demand, in waves and all resident, with prefetches that have arrived: every decision is the same."""

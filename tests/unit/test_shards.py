@@ -290,6 +290,40 @@ def test_sums_of_rows_with_different_numbers_of_experts(
         worker.close()
 
 
+@pytest.mark.parametrize(
+    ("rows", "whole_layers", "held"), [(64, True, {9, 11, 13, 15}), (63, True, set()), (64, False, set())]
+)
+def test_a_shard_streams_its_part_of_the_next_layer_where_a_pass_sweeps(
+    rows: int, whole_layers: bool, held: set[int], olmoe: Tiny
+) -> None:
+    config = settings(
+        1.0, policy=policy("next-gate", whole_layers=whole_layers), shards=ShardSettings(count=2, ownership="expert")
+    )
+    worker = ShardWorker(config, 1, olmoe.store.describe().path, LocalDirectory())
+    try:
+        _check_sums(worker, rows, [(e, row, 0.5) for e in (1, 3, 5, 7) for row in range(rows)], lambda y: y)
+        assert set(worker.engine.cache.residency.held()) == {1, 3, 5, 7} | held
+        worker.engine.cache.check_integrity()
+    finally:
+        worker.close()
+
+
+def test_long_prompts_stream_on_every_gpu(tiny: Callable[[str], Tiny]) -> None:
+    """Each queues its own part, and the tokens are those without prefetch."""
+    model, prompt, found = tiny("hunyuan_v1_moe"), (_PROMPTS[0] * 200)[:200], list[list[int]]()  # two of four experts
+    for prefetch in ({"prefetch": "none"}, {"prefetch": "next-gate", "whole_layers": True}):
+        config = settings(1.0, policy=policy(**prefetch), shards=ShardSettings(count=2))  # type: ignore[arg-type]
+        with serving_group(model.store, config) as group:
+            lead, other = group.lead.engine, group.shards[0].engine
+            found += greedy(group.lead, [prompt], 2)
+            if prefetch["prefetch"] == "none":
+                continue
+            queued = [engine.stats().prefetch_sources["next-gate"].queued for engine in (lead, other)]
+            assert queued[0] > 0
+            assert queued[1] > 0
+    assert found[0] == found[1]
+
+
 def _check_sums(
     worker: ShardWorker, rows: int, pairs: list[tuple[int, int, float]], norm: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:

@@ -449,8 +449,8 @@ def test_a_part_of_a_layer_that_there_is_not_is_refused(layer: int, experts: lis
     linked = Linked(layers=1)
     run = _core.VirtualRun(linked.core, linked.link, linked.clock, 1.0, 0.0, 1.0, 0.0, 0.0, 1)
     with pytest.raises(ValueError, match=r"there is no such|experts come once"):
-        run.run(layer, 1, experts, counts, [])
-    run.run(0, 1, [0], [1], [])
+        run.run(layer, 1, experts, counts)
+    run.run(0, 1, [0], [1])
     assert linked.core.counts(0).forwards == 1
 
 

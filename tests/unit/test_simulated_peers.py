@@ -86,6 +86,18 @@ def test_prefetch_goes_to_the_owner(tmp_path: Path) -> None:
     assert found["mixtral-offloading"]["virtual_s"] < found["on-demand"]["virtual_s"]
 
 
+def test_each_gpu_streams_its_part_of_the_next_layer_where_a_prompt_sweeps(tmp_path: Path) -> None:
+    header, settings = traces.header(layers=4, experts=8, top_k=4, slot_bytes=SLOT), load_policy("next-gate")
+    traces.write(tmp_path / "t", header, [[token % 50 for token in range(200)]], decodes=0)
+    box, prefetch = machine(gpus=2, dense_s=5.0), settings.make_prefetch(context_of(header))
+    policies = policies_of(settings, header, box, HALF, eviction_of(settings, header), prefetch)
+    engine = SimulatedEngine(header, box, HALF, policies)
+    serve(engine, Trace(tmp_path / "t").requests())
+    caches = [engine.cache, *(shard.cache for shard in engine._shards)]
+    assert [cache.live_stats().prefetch_sources["next-gate"].queued for cache in caches] == [12, 12]
+    assert [cache.live_stats().total().misses for cache in caches] == [4, 4]  # of the first layer
+
+
 def test_a_replay_on_one_of_several_gpus_alone_is_refused() -> None:
     header, settings = traces.header(layers=1, slot_bytes=960), load_policy("hobbit")
     with pytest.raises(ConfigError, match="one GPU"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,12 @@ from ...core import _core
 from ...settings import EngineSettings
 from ...store.dense import dense_folder
 from ...store.files import StoreView
+from ..cache.cache import ExpertCache
 from ..cache.device import Activations, Device, settle_budget
 from ..cache.sources import Sources, open_sources
 from ..dispatch import DeviceBackend
 from ..executors import CpuExecutor, executor_of
+from ..hooks import Hooks, Native
 from ..host_view import HostViews, LayerView
 from ..layer import MoeLayer, Shared
 from ..make_cache import ModelExperts, host_experts, make_cache
@@ -83,7 +85,8 @@ class ShardEngine:
         try:
             kernels = kernels_of(self.cache.pool, settings, blocks)
             backend = DeviceBackend(self.cache, _PartViews(), self.activations)
-            shared = Shared(self.cache, backend, self._placer, check=settings.integrity_checks)
+            ahead = [_StreamNext(self.cache, settings.policy.prefetch.kind)] if settings.policy.shards_stream else []
+            shared = Shared(self.cache, backend, self._placer, Hooks(ahead=ahead), check=settings.integrity_checks)
             for i, block in enumerate(blocks):
                 layer = MoeLayer(i, self._experts, shared, kernels.of(block), block.post, executor_of)
                 layer.executor.core.partial = True
@@ -216,6 +219,19 @@ class ShardEngine:
             raise StoreError(f"rows are {width} wide, the experts {self._hidden}", "use the lead's store")
         if any(batch.bits.tolist()):
             raise StoreError("a shard computes in full precision only", "send 0 bits")
+
+
+class _StreamNext:
+    """Queues this device's part of the next layer where a pass sweeps; else the lead says what is prefetched."""
+
+    def __init__(self, cache: ExpertCache, source: str) -> None:
+        self._core, self._source = cache.core, cache.number_of(source)
+
+    def native(self, index: int, to: Native) -> Callable[[], object]:
+        return lambda: to.core.stream_next(self._source)
+
+    def layer(self, index: int, view: Any) -> None:
+        self._core.stream(self._source)
 
 
 class _PartView(LayerView):
