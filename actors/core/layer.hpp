@@ -199,7 +199,7 @@ class Layer {
     Picked picked_;                     // its routing
     Segments keep_;                     // residents that leave last
     bool away_ = false;                 // peers run some of it
-    // Whether no kernel here writes the rows of some pairs.
+    // Whether kernels here leave the rows of some pairs unwritten.
     bool holes() const { return away_ || picked_.starts.back() < static_cast<std::int64_t>(picked_.order.size()); }
     bool placed_ = false;               // `placement_` has decided
     std::vector<double> best_;          // `Passed::scores` of the present pass

@@ -13,11 +13,10 @@
 
 namespace tiermoe::core {
 
-// A layer's routing as it runs: the experts that it needs, as picked for one token of distinct experts, else rising, and its
-// pairs (token, k), grouped by expert. What is planned, sent to peers and run of a layer is said by it. Pairs without an expert
-// (`kNowhere`) are in no group.
-constexpr std::int64_t kNowhere = -1;
+constexpr std::int64_t kNowhere = -1;  // in the place of an expert: other devices run the pair
 
+// A layer's routing as it runs: the experts that it needs, as picked for one token of distinct experts, else rising, and its
+// pairs (token, k), grouped by expert. What is planned, sent to peers and run of a layer is said by it.
 class Picked {
   public:
     explicit Picked(std::int64_t experts)
