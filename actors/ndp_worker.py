@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import ConfigError, StoreError
 from ..kernels.form_ffn import FormLayer
 from ..kernels.packed_ffn import FullLayer, PackedLayer, Threads
+from ..limits import memory
 from ..proto.messages import ExpertBatch, ExpertResult, HealthReport, HealthRequest, Message
 from ..proto.options import ServerOptions
 from ..proto.peers import Directory, ndp_name
@@ -115,6 +116,7 @@ class NdpWorker:
             "threads": self._settings.worker_threads,
             "cores": ",".join(map(str, self._settings.cores_of(self._index))),
             "widths": ",".join(map(str, self._replicas)),
+            "memory": memory().total,
             "batches": self._batches,
             "pairs": self._pairs,
             "busy_s": self._busy_s,

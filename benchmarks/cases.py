@@ -32,6 +32,7 @@ class Against(StrEnum):
     TRANSFORMERS = "transformers"
     LLAMA_CPP = "llama.cpp"
     LAYERS = "qwen3-30b-layers"
+    BLOCKS = "qwen3-30b-blocks"
 
 
 class Served(Options):
@@ -65,10 +66,15 @@ class Overhead(Served):
     repeats: Repeats = 7
     against: tuple[Against, ...] = Field(
         tuple(Against),
-        description="What to compare with; repeat it. The last: llama.cpp on random layers of Qwen3-30B-A3B's shape.",
+        description="What to compare with; repeat it. The last two: llama.cpp on random layers of Qwen3-30B-A3B's "
+        "shape, in bfloat16 and in blocks of a GGUF file.",
     )
     pairs: int = Field(8, ge=1, description="Counted rounds against llama.cpp.")
-    layers: int = Field(2, ge=1, description="Layers of Qwen3-30B-A3B's shape: 5 GB of disk and of memory each.")
+    layers: int = Field(
+        2, ge=1,
+        description="Layers of Qwen3-30B-A3B's shape: 5 GB of disk and of memory each in bfloat16, 0.7 GB in blocks.",
+    )  # fmt: skip
+    threads: tuple[Annotated[int, Ge(1)], ...] = Field((1,), description="Of both sides, in blocks; repeat it.")
 
 
 class HostDevice(StrEnum):

@@ -17,7 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from tiermoe.cluster.config import RunConfig
+from tiermoe.cluster.checkpoints.hub import located
+from tiermoe.cluster.config import RunConfig, load_run_config
 from tiermoe.cluster.jobs.bench.cells import check_tokens
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
@@ -50,7 +51,8 @@ BATCHES = (1, 8)
 PROMPT_TOKENS, MAX_TOKENS = 32, 48  # against transformers
 LLAMA, NEXT_GATE, ON_DEMAND = "llama.cpp", "tiermoe next-gate", "tiermoe on-demand"
 LLAMA_PROMPTS, LLAMA_TOKENS = 4, 24  # prompts, and generated tokens of each, against llama.cpp
-MODEL_BAR, LAYERS_BAR, POLICY_BAR = 2.5, 1.15, 1.15
+MAPPED = "tiermoe without a GPU"
+MODEL_BAR, LAYERS_BAR, MAPPED_BAR, POLICY_BAR, BLOCKS_BAR = 2.5, 1.15, 1.1, 1.15, 1.3
 _NO_LINK = {"gbps": None, "latency_us": 0.0}
 
 Generate = Callable[[Prompt, int], tuple[Measures, list[int]]]
@@ -61,18 +63,20 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
 
     transformers: the unmodified model under the same manager, with its fastest experts implementation in this run.
     llama.cpp: the model as a GGUF of 32-bit floats; batch 1. qwen3-30b-layers: llama.cpp again, on random layers of
-    Qwen3-30B-A3B's shape, of which ours and its read the same bytes.
+    Qwen3-30B-A3B's shape, of which ours and its read the same bytes. qwen3-30b-blocks: the same from one GGUF file with
+    experts in Q4_0 and the dense part in Q8_0, as a machine without a GPU serves it, and all resident in slots.
 
     Bars: ratio of medians to transformers <= 1.0 at batch 1 and at batch 8. Medians of the rounds' ratios to llama.cpp
-    <= 2.5 on the model and <= 1.15 on the layers; of `next-gate` to all-resident <= 1.15; each preset gives llama.cpp's
-    tokens. Where llama-cpp-python is not installed, llama.cpp is not measured, and there are no bars on it.
+    <= 2.5 on the model, 1.1 as a machine without a GPU serves it, 1.15 on the layers, 1.3 in blocks; of `next-gate` to
+    all-resident <= 1.15; each preset gives llama.cpp's tokens (but in blocks, where llama.cpp rounds activations to 8
+    bits). Where llama-cpp-python is not installed, llama.cpp is not measured, and there are no bars on it.
 
     Raises:
         RuntimeFailure: the tokens of ours and transformers differ.
     """
     settings = options.settings(prompt_tokens=PROMPT_TOKENS, max_tokens=MAX_TOKENS, threads=1)
     report = Report("overhead", "", settings=settings)
-    if (absent := missing()) and {Against.LLAMA_CPP, Against.LAYERS} & set(options.against):
+    if (absent := missing()) and set(options.against) - {Against.TRANSFORMERS}:
         report.not_measured.append(f"llama.cpp, without {absent[0]}: {INSTALL}")
         show(Console(stderr=True), *(f"not measured: {peer}" for peer in report.not_measured))  # it takes minutes
     config = options.run_of("all-resident")
@@ -82,6 +86,9 @@ def overhead(options: Overhead, progress: Progress | None) -> Report:
         _against_llama(options, config, report, progress)
     if Against.LAYERS in options.against and not absent:  # of no use alone
         _layers(options, report, progress)
+    if Against.BLOCKS in options.against and not absent:
+        for threads in options.threads:
+            _blocks(options, threads, report, progress)
     return report
 
 
@@ -130,6 +137,7 @@ def _against_llama(options: Overhead, config: RunConfig, report: Report, progres
     """The model on llama.cpp and under three policies; bars on time, and on the tokens of each policy."""
     prompts = heldout_prompts(config.model_dir, LLAMA_PROMPTS, PROMPT_TOKENS)
     configs = {name: options.run_of(name.removeprefix("tiermoe ")) for name in (OURS, NEXT_GATE, ON_DEMAND)}
+    configs[MAPPED] = _without_gpu(options.model, 1)
     generated: dict[str, list[list[int]]] = {}
     found = _pairs(options, report, config.model_dir, configs, prompts, LLAMA_TOKENS, generated, progress)
     report.rows += rows_of(found, batch=1)
@@ -140,6 +148,7 @@ def _against_llama(options: Overhead, config: RunConfig, report: Report, progres
         report.bars.append(Bar(f"tokens of {total} that are llama.cpp's, {name}", same, ">=", total))
     if LLAMA in found:
         report.bars.append(Bar("tpot over llama.cpp, all-resident", _paired(found, OURS, LLAMA), "<=", MODEL_BAR))
+        report.bars.append(Bar(f"tpot over llama.cpp, {MAPPED}", _paired(found, MAPPED, LLAMA), "<=", MAPPED_BAR))
     what = f"tpot over all-resident, next-gate at {options.budget} and {options.link_gbps:g} GB/s"
     report.bars.append(Bar(what, _paired(found, NEXT_GATE, OURS), "<=", POLICY_BAR))
 
@@ -161,13 +170,41 @@ def _layers(options: Overhead, report: Report, progress: Progress | None) -> Non
     report.bars.append(Bar(f"tpot over llama.cpp, {name}", _paired(found, OURS, LLAMA), "<=", LAYERS_BAR))
 
 
+def _blocks(options: Overhead, threads: int, report: Report, progress: Progress | None) -> None:
+    """Random layers of Qwen3-30B-A3B's shape in blocks, on llama.cpp, without a GPU, and all-resident."""
+    made = NamedModel("qwen3-30b-a3b", layers=options.layers)
+    folder = made.made()
+    whole: dict[str, Any] = {"policy": "all-resident", "budget": "1.0", "link": _NO_LINK}
+    configs = {
+        MAPPED: _without_gpu(str(folder), threads), OURS: run_config(str(folder), None, **whole, threads=threads)
+    }  # fmt: skip
+    prompts = heldout_prompts(folder, 2, PROMPT_TOKENS)
+    (file,) = folder.glob("*.gguf")
+    generated: dict[str, list[list[int]]] = {}
+    found = _pairs(options, report, folder, configs, prompts, LLAMA_TOKENS, generated, progress, file, threads)
+    name = f"{options.layers} layers of Qwen3-30B-A3B in {made.form}, threads {threads}"
+    report.rows += rows_of({f"{case}, {name}": measures for case, measures in found.items()}, batch=1)
+    for case in configs:
+        same = sum(theirs == ours for theirs, ours in zip(generated[LLAMA], generated[case], strict=True))
+        report.figures[f"answers of {len(prompts)} that are llama.cpp's, {case}, {name}"] = same
+        report.bars.append(Bar(f"tpot over llama.cpp, {case}, {name}", _paired(found, case, LLAMA), "<=", BLOCKS_BAR))
+
+
+def _without_gpu(model: str | None, threads: int) -> RunConfig:
+    """What a machine without a GPU serves: experts run where the store maps them."""
+    options = {"model": model, "threads": threads, "device": "cpu", "kv": {"prefix_cache": False}}
+    return located(load_run_config(None, options))
+
+
 def _pairs(
     options: Overhead, report: Report, model_dir: Path, configs: Mapping[str, RunConfig], prompts: Sequence[Prompt],
-    max_tokens: int, generated: dict[str, list[list[int]]], progress: Progress | None,
+    max_tokens: int, generated: dict[str, list[list[int]]], progress: Progress | None, file: Path | None = None,
+    threads: int = 1,
 ) -> dict[str, dict[str, Spread]]:  # fmt: skip
     """Ours and, where it is installed, llama.cpp in turn, one prompt after the other; mean times over the prompts.
 
-    generated: gets the tokens of each case's last round.
+    generated: gets the tokens of each case's last round. file: the model as GGUF; None: it is written, in 32-bit
+    floats.
     """
 
     def case(name: str, generate: Generate) -> Case:
@@ -186,10 +223,11 @@ def _pairs(
         cases = []
         if not missing():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tiermoe-gguf-")))
-            llama = stack.enter_context(closing(LlamaCpp(write_gguf(model_dir, folder / "model.gguf"))))
+            whole = write_gguf(model_dir, folder / "model.gguf") if file is None else file
+            llama = stack.enter_context(closing(LlamaCpp(whole, threads)))
             cases.append(case(LLAMA, llama.generate))
         for name, config in configs.items():
-            worker = stack.enter_context(closing(start_worker(config)))
+            worker = stack.enter_context(closing(start_worker(config, optional_workers=False)))
             report.executor = worker.stats().executor
             cases.append(case(name, partial(ours, worker)))
         return interleaved(cases, options.pairs, 1, progress, "against llama.cpp")

@@ -7,6 +7,7 @@ in rounding only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 from typing import ClassVar, NamedTuple
@@ -19,6 +20,7 @@ from .context_ndp import PlacementOptions
 from .registry import register
 
 Ids = NDArray[np.int32]
+_SHARED_ROWS = 4  # of a decode, between one client's and a full batch
 _NO_KEYS, _NO_TIMES = np.zeros(0, np.int32), np.zeros(0)
 
 
@@ -374,6 +376,30 @@ class _Values:
         self.planner = planner
         kind = np.dtype(np.float64).str
         self.__array_interface__ = {"data": (address, True), "shape": shape, "typestr": kind, "version": 3}
+
+
+def sharing(
+    costs: Costs, messages_s: Sequence[float], memory: Sequence[float], nbytes: int, layers: int, experts: int,
+    top_k: int, slots: int,
+) -> tuple[int, ...]:  # fmt: skip
+    """The near-data workers that own experts, by index: of the quickest to reach as many as end a forward soonest.
+
+    More of them share the work, but a layer waits for the slowest message: `forward_seconds` of `_SHARED_ROWS` rows.
+    Where the experts do not fit into the memory of those, as many as hold them; at least one.
+
+    Args:
+        messages_s: seconds of a message to each worker and back. memory: bytes of each, for experts.
+        nbytes: of all experts. layers, experts, top_k: of the model. slots: of a layer.
+    """
+    quick = sorted(range(len(messages_s)), key=messages_s.__getitem__)
+    counts = range(1, len(quick) + 1)
+    fitting = [n for n in counts if n * min(memory[i] for i in quick[:n]) >= nbytes] or [len(quick)]
+
+    def seconds(count: int) -> float:
+        reached = costs._replace(message_s=messages_s[quick[count - 1]])
+        return forward_seconds(reached, layers, experts, top_k, slots, count, _SHARED_ROWS)[0]
+
+    return tuple(sorted(quick[: min(fitting, key=seconds)]))
 
 
 class Faster:

@@ -267,8 +267,8 @@ class SimulatedNdp:
         return self.workers
 
     @property
-    def members(self) -> Sequence[str]:
-        return self._names
+    def owners(self) -> int:
+        return self.workers
 
     def choose(self, keys: Sequence[int]) -> list[str]:
         """The device of each expert."""

@@ -19,6 +19,7 @@ from tiermoe.actors.policies.auto import (
     Part,
     Without,
     forward_seconds,
+    sharing,
 )
 
 HERE, WAIT, LOAD, NEAR, OWNER = Action
@@ -749,6 +750,20 @@ def test_seconds_expected_count_the_experts_here() -> None:
     assert local == pytest.approx(4 * 8 * 2e-3)
     # two hits, and of six misses n: 4 + 2 n = 0.3 + 0.5 (6 - n) ms has no n above 0, so near data takes all of them
     assert planned == pytest.approx(4 * (4e-3 + 3e-4))
+
+
+def test_experts_are_shared_among_the_workers_that_end_a_forward_soonest() -> None:
+    """Before, each worker had a part, so that a layer of small experts waited for a message between nodes."""
+    small = COSTS._replace(copy_s=1e-3, gpu_s=1e-6, gpu_row_s=1e-6, near_busy_s=1e-5, message_s=1.0)
+    large, none, shape = small._replace(near_busy_s=5e-4), (0.0, 0.0), (4, 128, 8, 32)
+    far = (1e-4, 4e-4)
+    assert sharing(small, far, (9.0, 9.0), 8, *shape) == (0,)
+    assert sharing(small, far[::-1], (9.0, 9.0), 8, *shape) == (1,)
+    assert sharing(small, (1e-4, 1e-4), (9.0, 9.0), 8, *shape) == (0, 1)
+    assert sharing(large, far, (9.0, 9.0), 8, *shape) == (0, 1)
+    assert sharing(small, far, (7.0, 4.0), 8, *shape) == (0, 1)  # one cannot hold all, two hold a half each
+    assert sharing(small, far, none, 8, *shape) == (0, 1)  # too much for all of them
+    assert sharing(small, (1e-4, 4e-4, 4e-4), (9.0,) * 3, 8, *shape) == (0,)
 
 
 def test_a_pause_between_two_forwards_changes_nothing() -> None:

@@ -101,6 +101,7 @@ class Pool:
     """NDP workers; key k is of worker k % 2."""
 
     members = ("ndp/0", "ndp/1")
+    owners = 2
 
     def __init__(self) -> None:
         self.available = True

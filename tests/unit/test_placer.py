@@ -108,6 +108,20 @@ def test_who_joins_takes_its_share_when_a_forward_begins(pool: NdpPool, links: l
     assert _numbers(pool) == "00202200"  # of 1, 4 and 7 the first and the last to 0, the other to 2
 
 
+def test_who_stands_by_gets_work_where_all_owners_are_lost(pool: NdpPool, links: list[FakeLink]) -> None:
+    pool.share_by(lambda members: [len(members) - 1])
+    assert (_numbers(pool), pool.owners) == ("1" * 8, 1)
+    _kill(pool, links[1])
+    assert _numbers(pool) == "0" * 8
+    links[1].up.set()
+    assert pool.peers["ndp/1"].wait_until_found(10.0)
+    assert _numbers(pool) == "1" * 8
+    pool.add(links[2])  # type: ignore[arg-type]
+    assert pool.peers["ndp/2"].wait_until_found(10.0)
+    pool.refresh()
+    assert (_numbers(pool), len(pool.members)) == ("2" * 8, 3)
+
+
 def test_a_worker_of_another_number_is_not_taken(links: list[FakeLink]) -> None:
     links[0].name = "ndp/1"
     with closing(_pool(links[:1])) as pool, pytest.raises(RuntimeFailure, match="has index 0, this side 1"):

@@ -198,7 +198,7 @@ class AutoPlacer(PeerPlacer):
 
     Args:
         pool: the NDP workers; None: there are none.
-        probe: measures the start costs, in `preload`.
+        probe: measures the start costs, in `preload`, and shares the experts out among the workers.
         make: makes the planner.
         reader: of the routers' scores, which `score` gives; None: the planner goes by none.
 
@@ -259,8 +259,9 @@ class AutoPlacer(PeerPlacer):
     def preload(self) -> None:
         if self._shards is not None:
             self._shards.place((), keep_others=True)()  # drop the placement of an earlier lead
-        workers = 0 if self._pool is None else len(self._pool.members)
-        planner = self.planner = self._make(self._probe(), workers, self.slots, self._states)
+        costs = self._probe()  # which says who of the pool owns experts
+        workers = 0 if self._pool is None else self._pool.owners
+        planner = self.planner = self._make(costs, workers, self.slots, self._states)
         self.native.plan_by(planner.native, planner.worths)
         if self._order is not None:
             self._order.bind(self._cache.residency.slots, planner.worths)
@@ -344,7 +345,7 @@ class AutoPlacer(PeerPlacer):
         if pool is not None and pool.available:
             layers, experts = self._states.shape
             expected_s = forward_seconds(
-                planner.costs, layers, experts, planner.top_k, self.slots, len(pool.members), rows,
+                planner.costs, layers, experts, planner.top_k, self.slots, pool.owners, rows,
                 None if prompt else self.native.missed, prompt,
             )  # fmt: skip
             local = self.faster.choose(rows, expected_s, prompt) == 1

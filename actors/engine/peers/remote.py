@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ....errors import ConfigError
 from ....proto.options import Supply
@@ -13,6 +13,9 @@ from ...settings import NdpSettings
 from ..calls import RemoteExperts
 from ..stats import EngineStats
 
+# workers of a pool, by number -> the indices of those that own experts, ascending, at least one
+Sharers = Callable[[Sequence[RemoteExperts]], Sequence[int]]
+
 
 class NdpPool:
     """Calls to several NDP workers. Every worker maps all replicas and can compute any expert.
@@ -20,6 +23,9 @@ class NdpPool:
     Every expert has one owner among the workers (`policies.sharding.spread_by_bytes`), which limits the memory of each
     worker to its share. The experts of a lost worker move to the others until the worker is back. A worker that joins
     takes its share when the next forward begins: within a forward an expert's owner changes only by a loss.
+
+    `share_by` lets the costs of reaching them say which workers own experts. The others stand by: they get work where
+    all owners are lost.
 
     `refresh` and `choose` run on the forward's thread, everything else on any thread.
 
@@ -45,7 +51,9 @@ class NdpPool:
         self._lock = threading.Lock()
         self._closed = False
         self.peers: dict[str, RemoteExperts] = {}
-        self._members: tuple[RemoteExperts, ...] = ()  # workers with a share, by number
+        self._members: tuple[RemoteExperts, ...] = ()  # by number
+        self._owning: tuple[int, ...] = ()  # index in `_members` of those with a share
+        self._sharers: Sharers | None = None
         self._joining: tuple[RemoteExperts, ...] = ()
         self._owners: tuple[int, ...] = ()  # index in `_members` of each key's owner
         self._seen: tuple[bool, ...] = ()  # availability of the members, for which `_table` was made
@@ -86,10 +94,25 @@ class NdpPool:
             if reached:
                 self._take_in((*self._members, *reached))
 
+    def share_by(self, sharers: Sharers) -> None:
+        """Let these be the members that own experts, also once others have joined. Between forwards."""
+        self._sharers = sharers
+        self._take_in(self._members)
+
     @property
     def members(self) -> tuple[RemoteExperts, ...]:
-        """The workers with a share of the experts, by number."""
+        """The workers that belong to the pool, by number."""
         return self._members
+
+    @property
+    def owners(self) -> int:
+        """Number of members that own experts."""
+        return len(self._owning)
+
+    @property
+    def bytes(self) -> int:
+        """Of all experts near data."""
+        return sum(self._nbytes)
 
     @property
     def living(self) -> int:
@@ -105,7 +128,7 @@ class NdpPool:
         """The worker that computes each of these experts now, by name; None: no worker is available."""
         there = tuple([peer.available for peer in self._members])
         if there != self._seen:
-            living = [i for i, here in enumerate(there) if here]
+            living = [i for i in self._owning if there[i]] or [i for i, here in enumerate(there) if here]
             self._seen, self._table = there, reassigned(self._owners, self._nbytes, living) if living else ()
         table, members = self._table, self._members
         return [members[table[key]].name for key in keys] if table else None
@@ -130,7 +153,9 @@ class NdpPool:
 
     def _take_in(self, members: Sequence[RemoteExperts]) -> None:
         self._members = tuple(sorted(members, key=lambda peer: _number(peer.name)))
-        self._owners = spread_by_bytes(self._nbytes, len(self._members))
+        everyone = range(len(self._members))
+        self._owning = tuple(everyone if self._sharers is None else self._sharers(self._members))
+        self._owners = tuple(self._owning[i] for i in spread_by_bytes(self._nbytes, len(self._owning)))
         self._seen, self._table = (), ()
 
 

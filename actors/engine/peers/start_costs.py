@@ -6,14 +6,14 @@ The planner corrects them by what it sees (`policies.auto.Auto.saw`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...core import _core
-from ...policies.auto import Costs
+from ...policies.auto import Costs, sharing
 
 if TYPE_CHECKING:  # torch
     from ..cache.cache import ExpertCache
@@ -27,6 +27,9 @@ _ROUNDS, _FALLS = 8, 0.8  # of the whole at most; the next one while a message f
 _USED = 16  # experts of the first layer that are used
 _MOST_BUSY = 5.0  # a link takes at most 0.8 of the host's memory bandwidth
 _MOST_BESIDE = 4.0  # an expert here beside near-data work against one alone
+_TRIPS = 16  # messages to each worker, where there are several
+_HEALTH_S, _HELD = 2.0, 0.75  # wait for a worker's report; share of its memory for experts
+_LOST_S = 1.0  # a message to a worker that does not answer
 _BUSY = 1.25  # near-data seconds while the link copies against idle ones, where they cannot be measured
 
 
@@ -34,11 +37,12 @@ def probe_costs(
     cache: ExpertCache, pool: NdpPool | None, gpu_s: tuple[float, float], here: Callable[[], float],
     activations: Activations | None, top_k: int,
 ) -> Costs:  # fmt: skip
-    """Measure the start costs on an empty cache, in well under a second for experts of a few MB.
+    """Measure the start costs on an empty cache, in well under a second for experts of a few MB, and share the experts
+    out among the NDP workers by what it costs to reach them.
 
-    Copies: of `PROBED` experts or as many as there are slots. Near data: round trips of one expert, of several, of
-    one with `_ROWS` rows, and of several while the link copies, which takes memory bandwidth and cores. Experts here
-    while the worker computes, which takes a core that this process may need.
+    Copies: of `PROBED` experts or as many as there are slots. Near data, of the worker that is reached soonest: round
+    trips of one expert, of several, of one with `_ROWS` rows, and of several while the link copies, which takes memory
+    bandwidth and cores. Experts here while the worker computes, which takes a core that this process may need.
 
     Args:
         gpu_s: of an expert's first row on this device, beside others, and of each further one.
@@ -47,7 +51,8 @@ def probe_costs(
     """
     count = max(1, min(PROBED, cache.residency.slots))
     first_s, further_s = max(gpu_s[0], 1e-9), max(gpu_s[1], 1e-9)
-    peer = None if pool is None or activations is None else next(iter(pool.members), None)
+    reach = None if pool is None or activations is None else _Reach(cache, activations, pool.bytes, top_k)
+    peer = None if pool is None or reach is None else reach.soonest(pool.members)
     best: Costs | None = None
     for _ in range(_ROUNDS):  # processes that have just begun are slow
         copy_s = min(_copying(cache, count, lambda: None) / count for _ in range(_REPEATS))
@@ -60,7 +65,61 @@ def probe_costs(
         if near is None or not falls:
             break
     assert best is not None
-    return best
+    if pool is None or reach is None:
+        return best
+    reach.costs = best
+    pool.share_by(reach)
+    return best._replace(message_s=max(best.message_s, reach.slowest_s))
+
+
+class _Reach:
+    """What it takes to reach each NDP worker, measured once; as `remote.Sharers`, who owns experts for it.
+
+    Attributes:
+        costs: of one worker. slowest_s: of a message to those that own experts.
+    """
+
+    def __init__(self, cache: ExpertCache, activations: Activations, nbytes: int, top_k: int) -> None:
+        self.costs: Costs | None = None
+        self.slowest_s = 0.0
+        self._cache, self._activations, self._nbytes, self._top_k = cache, activations, nbytes, top_k
+        self._known: dict[str, tuple[float, float]] = {}  # seconds of a message; bytes that hold experts
+
+    def soonest(self, members: Sequence[RemoteExperts]) -> RemoteExperts | None:
+        """The worker that a message takes least to; None: there is none."""
+        if len(members) < 2:
+            return next(iter(members), None)
+        self._measure(members)
+        return min(members, key=lambda peer: self._known[peer.name][0])
+
+    def __call__(self, members: Sequence[RemoteExperts]) -> Sequence[int]:
+        if len(members) < 2:  # nothing to choose, and `probe_costs` has measured it
+            return range(len(members))
+        self._measure(members)
+        messages_s, memory = zip(*[self._known[peer.name] for peer in members], strict=True)
+        layers = len(self._cache.stats.layers)
+        experts, slots = len(self._cache.uses) // layers, self._cache.residency.slots // layers
+        assert self.costs is not None
+        owners = sharing(
+            self.costs, messages_s, memory, self._nbytes, layers, experts, self._top_k, min(max(1, slots), experts)
+        )
+        self.slowest_s = max(messages_s[i] for i in owners)
+        return owners
+
+    def _measure(self, members: Sequence[RemoteExperts]) -> None:
+        for peer in members:
+            if peer.name in self._known:
+                continue
+            memory = _HELD * float(peer.account(_HEALTH_S).get("memory", 0))
+            try:
+                trips = [
+                    _round_trip(peer, self._activations, self._cache, np.zeros((1, 1), np.int64), lambda: None)
+                    for _ in range(_TRIPS)
+                ]
+                message_s = min(total_s - kernel_s for total_s, kernel_s in trips)
+            except _NoAnswer:
+                message_s = _LOST_S
+            self._known[peer.name] = message_s, memory
 
 
 def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> float:
