@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tiermoe.cluster.checkpoints.hub import located
-from tiermoe.cluster.config import RunConfig, load_run_config
+from tiermoe.cluster.config import RunConfig, default_model_dir, load_run_config
 from tiermoe.cluster.jobs.bench.cells import check_tokens
 from tiermoe.cluster.jobs.bench.metrics import (
     Bar,
@@ -178,7 +178,7 @@ def _blocks(options: Overhead, threads: int, report: Report, progress: Progress 
     configs = {
         MAPPED: _without_gpu(str(folder), threads), OURS: run_config(str(folder), None, **whole, threads=threads)
     }  # fmt: skip
-    prompts = heldout_prompts(folder, 2, PROMPT_TOKENS)
+    prompts = heldout_prompts(default_model_dir(), 2, PROMPT_TOKENS)  # it has that tokenizer
     (file,) = folder.glob("*.gguf")
     generated: dict[str, list[list[int]]] = {}
     found = _pairs(options, report, folder, configs, prompts, LLAMA_TOKENS, generated, progress, file, threads)
