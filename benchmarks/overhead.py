@@ -180,13 +180,16 @@ def _blocks(options: Overhead, threads: int, report: Report, progress: Progress 
     }  # fmt: skip
     prompts = heldout_prompts(default_model_dir(), 2, PROMPT_TOKENS)  # it has that tokenizer
     (file,) = folder.glob("*.gguf")
-    generated: dict[str, list[list[int]]] = {}
-    found = _pairs(options, report, folder, configs, prompts, LLAMA_TOKENS, generated, progress, file, threads)
     name = f"{options.layers} layers of Qwen3-30B-A3B in {made.form}, threads {threads}"
-    report.rows += rows_of({f"{case}, {name}": measures for case, measures in found.items()}, batch=1)
-    for case in configs:
+    for case, config in configs.items():  # apart: memory holds the slots of one
+        generated: dict[str, list[list[int]]] = {}
+        only = {case: config}
+        found = _pairs(options, report, folder, only, prompts, LLAMA_TOKENS, generated, progress, file, threads)
+        report.rows += rows_of({f"{of}, beside {case}, {name}": seen for of, seen in found.items()}, batch=1)
         same = sum(theirs == ours for theirs, ours in zip(generated[LLAMA], generated[case], strict=True))
         report.figures[f"answers of {len(prompts)} that are llama.cpp's, {case}, {name}"] = same
+        first = median_ratio(found[case]["ttft_s"], found[LLAMA]["ttft_s"])
+        report.figures[f"ttft over llama.cpp, {case}, {name}"] = first
         report.bars.append(Bar(f"tpot over llama.cpp, {case}, {name}", _paired(found, case, LLAMA), "<=", BLOCKS_BAR))
 
 
