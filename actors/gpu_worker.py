@@ -267,7 +267,7 @@ class GpuWorker:
         head = None if self._head is None else HeadDrafts(self._head, self._model)
         pricing = DraftPricing(drafts.tokens)
         with engine.alone:  # a model's own cache is tried
-            because = self._batcher.draft(pricing, engine.decode_counts, head)
+            because = self._batcher.draft(pricing, engine, head)
         engine.stats().drafts = pricing.stats if because is None else None
         return [] if because is None else [f"no tokens are drafted: {because}"]
 

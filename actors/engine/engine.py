@@ -16,7 +16,7 @@ from ...kernels.packed_slots import PackedKernel
 from ...proto.peers import PeerLink
 from ..combinations import check_combination
 from ..core import _core
-from ..policies.drafts import DecodeCounts
+from ..policies.drafts import DecodeCounts, MissPrice
 from ..policies.foreign import METER
 from ..policies.hobbit import MixedPrecision
 from ..policies.prefetch_trials import PrefetchTrials
@@ -392,16 +392,20 @@ class ExpertEngine:
         return self._stats
 
     def decode_counts(self) -> DecodeCounts:
-        """The counters by which drafts are priced; on the thread that runs forwards."""
+        """As of `policies.drafts.CountedExperts`."""
         stats, totals = self._stats, self.cache.core.totals
         near = stats.decode_ndp_experts + stats.decode_shard_experts
         missed = totals.decode_misses + near
         waited_s = totals.decode_blocked_io_s
         if near:  # prompts' waits for them are among these; no step that decodes has any
             waited_s += sum(layer.ndp_wait_s + layer.shard_wait_s for layer in stats.layers)
-        planner = stats.planner
+        return DecodeCounts(totals.decode_hits + missed, missed, waited_s)
+
+    def miss_price(self) -> MissPrice:
+        """As of `policies.drafts.CountedExperts`."""
+        planner = self._stats.planner
         miss_s = self.cache.copy_s() if planner is None else min(planner.copy_s, planner.near_s)
-        return DecodeCounts(totals.decode_hits + missed, missed, waited_s, miss_s, self.cache.absent())
+        return MissPrice(miss_s, self.cache.absent())
 
     def residency(self) -> list[LayerResidency]:
         """The residency of each layer now; from any thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 LONGEST = 32  # tokens of a match that are counted
 _MARGIN = 1.1  # tokens a second with drafts over those without, at least
@@ -55,15 +55,29 @@ class StepTime(NamedTuple):
 class DecodeCounts(NamedTuple):
     """Of all forwards so far without rows of a prompt.
 
-    needed: experts, per forward and layer. missed: those that were not resident. waited_s: for these. miss_s: seconds
-    of one, copied or computed elsewhere; 0: not known. absent: share of all experts that are not resident now.
+    needed: experts, per forward and layer. missed: those that were not resident. waited_s: for these.
     """
 
     needed: int
     missed: int
     waited_s: float
+
+
+class MissPrice(NamedTuple):
+    """miss_s: seconds of an expert that is not resident, copied or computed elsewhere; 0: not known. absent: share of
+    all experts that are not resident now.
+    """
+
     miss_s: float
     absent: float
+
+
+class CountedExperts(Protocol):
+    """By which drafts are priced; on the thread that runs forwards."""
+
+    def decode_counts(self) -> DecodeCounts: ...
+
+    def miss_price(self) -> MissPrice: ...
 
 
 @dataclass
@@ -149,6 +163,16 @@ class _Line:
         slope = (self.weight * self.xy - self.x * self.y) / spread if spread > 1e-12 else 0.0
         slope = max(0.0, slope)
         return (self.y - slope * self.x) / self.weight + slope * x
+
+
+class _Costs(NamedTuple):
+    """Seconds of drafts in a step of so many requests: its rest without them, the experts of a draft's row that is
+    right, or wrong, and those of a wrong one at worst, with what they displace."""
+
+    rest_s: float
+    right_s: float
+    wrong_s: float
+    lost_s: float
 
 
 @dataclass
@@ -247,12 +271,14 @@ class DraftPricing:
              for place in range(1, min(proposal.tokens, self.most) + 1)),
             key=lambda gain: (-gain[0], gain[1], gain[2]),
         )[: max(0, min(room, self._reach))]  # fmt: skip
-        right, best, taken = 0.0, _MARGIN * requests / plain_s, 0
+        right, best, taken, costs = 0.0, _MARGIN * requests / plain_s, 0, self._costs(requests)
         for number, (gain, _, _) in enumerate(gains, start=1):
             right += gain
-            if self.most_lost_s(requests, number) > account:
+            rest_s = costs.rest_s * (self._rest_over(number) - 1.0)
+            if rest_s + number * costs.lost_s > account:
                 break
-            if (rate := (requests + right) / (self.seconds(requests, number, right) + asked_s)) > best:
+            seconds = plain_s + rest_s + right * costs.right_s + (number - right) * costs.wrong_s + asked_s
+            if (rate := (requests + right) / seconds) > best:
                 best, taken = rate, number
         for _, request, _ in gains[:taken]:
             counts[request] += 1
@@ -266,19 +292,26 @@ class DraftPricing:
 
     def seconds(self, requests: int, drafted: int, right: float) -> float:
         """Predicted, of a step of so many requests, which are known, and drafted tokens, of which some are right."""
-        plain = self._plain[requests]
+        plain_s, costs = self._plain[requests].seconds, self._costs(requests)
         if not drafted:
-            return plain.seconds
-        one = plain.missed / requests
-        wrong = self._wrong.over(one)
-        missed = right * min(self._right.over(one), wrong) + (drafted - right) * wrong
-        return plain.seconds + plain.rest_s * (self._rest_over(drafted) - 1.0) + self.price * missed
+            return plain_s
+        rest_s = costs.rest_s * (self._rest_over(drafted) - 1.0)
+        return plain_s + rest_s + right * costs.right_s + (drafted - right) * costs.wrong_s
 
     def most_lost_s(self, requests: int, drafted: int) -> float:
         """Seconds that a step takes longer than one without drafts, if none of them is right."""
-        plain = self._plain[requests]
-        missed = drafted * self._wrong.over(self.absent * plain.needed / requests)
-        return plain.rest_s * (self._rest_over(drafted) - 1.0) + (max(self.price, self.miss_s) + plain.price) * missed
+        costs = self._costs(requests)
+        return costs.rest_s * (self._rest_over(drafted) - 1.0) + drafted * costs.lost_s
+
+    def _costs(self, requests: int) -> _Costs:
+        plain, price = self._plain[requests], self.price
+        one = plain.missed / requests
+        wrong = self._wrong.over(one)
+        most = self._wrong.over(self.absent * plain.needed / requests)
+        return _Costs(
+            plain.rest_s, price * min(self._right.over(one), wrong), price * wrong,
+            (max(price, self.miss_s) + plain.price) * most,
+        )  # fmt: skip
 
     @property
     def price(self) -> float:
@@ -293,14 +326,19 @@ class DraftPricing:
 
     # -- what was measured ---------------------------------------------------------------------------------------------
 
-    def took(self, step: StepTime, verified: Sequence[Verified], asked_s: float = 0.0) -> None:
-        """A step ended. verified: of each request. asked_s: seconds of a head in it."""
+    def took(self, step: StepTime, verified: Sequence[Verified], asked_s: float = 0.0, steps: int = 1) -> None:
+        """A step ended.
+
+        Args:
+            verified: of each request. asked_s: seconds of a head in it.
+            steps: without drafts that it stands for, itself included.
+        """
         requests, drafted = len(verified), sum(one.drafted for one in verified)
         self._waited_s += _DECAY * (step.waited_s - self._waited_s)
         self._missed += _DECAY * (step.missed - self._missed)
         plain = self._plain.setdefault(requests, _Plain())
         if not drafted:
-            self._took_plain(step, plain)
+            self._took_plain(step, plain, steps)
             return
         for one in verified:
             if one.drafted:
@@ -343,7 +381,7 @@ class DraftPricing:
         if not chosen:
             self._add(-seconds, plain)
 
-    def _took_plain(self, step: StepTime, plain: _Plain) -> None:
+    def _took_plain(self, step: StepTime, plain: _Plain, steps: int) -> None:
         self._wrong.age()
         after_drafts, self._in_a_row = self._in_a_row > 0, 0
         measured, self._pause = self._pause > 0, max(0, self._pause - 1)
@@ -357,7 +395,7 @@ class DraftPricing:
         if self._account is None:
             self._account = _FIRST * step.seconds if known else None
         else:
-            self._add(_SHARE * step.seconds, plain)
+            self._add(_SHARE * step.seconds * steps, plain)
 
     def _add(self, seconds: float, plain: _Plain) -> None:
         if self._account is not None:

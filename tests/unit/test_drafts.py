@@ -28,7 +28,15 @@ from tiermoe.actors.engine.serving.head import HeadDrafts
 from tiermoe.actors.engine.serving.sampling import verified_tokens
 from tiermoe.actors.engine.serving.streams import Stream, Streams
 from tiermoe.actors.gpu_worker import GpuWorker, make_batcher
-from tiermoe.actors.policies.drafts import DecodeCounts, DraftPricing, NgramIndex, Proposal, StepTime, Verified
+from tiermoe.actors.policies.drafts import (
+    DecodeCounts,
+    DraftPricing,
+    MissPrice,
+    NgramIndex,
+    Proposal,
+    StepTime,
+    Verified,
+)
 from tiermoe.actors.policies.routing import SequenceRows
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.actors.settings import DraftSettings, KvSettings, LinkSettings
@@ -292,6 +300,19 @@ class Always(DraftPricing):
         """No step without drafts is known."""
 
 
+class Counted:
+    """Experts that are always there; each count needs one more."""
+
+    def __init__(self) -> None:
+        self._steps = itertools.count(1)
+
+    def decode_counts(self) -> DecodeCounts:
+        return DecodeCounts(next(self._steps), 0, 0.0)
+
+    def miss_price(self) -> MissPrice:
+        return MissPrice(0.0, 0.0)
+
+
 class Guessing(NgramIndex):
     """Proposes the right next tokens (`known`, by prompt), each with a chance of three quarters, else another."""
 
@@ -418,10 +439,9 @@ def test_a_models_own_cache_gives_rejected_tokens_back(name: str, guessing: type
     prompts = [[draw.randrange(3, 120) for _ in range(length)] for length in (6, 1, 9, 30, 14)]
     expected = reference_greedy(model, prompts, 16, ignore_eos=True)
     guessing.known = {tuple(prompt): tokens for prompt, tokens in zip(prompts, expected, strict=True)}
-    steps = itertools.count(1)
     with closing(make_batcher(model, KvSettings(page_size=16, num_blocks=24, max_batch_tokens=24))) as batcher:
         pricing = Always(4)
-        because = batcher.draft(pricing, lambda: DecodeCounts(next(steps), 0, 0.0, 0.0, 0.0))
+        because = batcher.draft(pricing, Counted())
 
         def ask(i: int, turn: str, tokens: int = 16) -> Stream:
             request = GenerationRequest(f"{turn} {i}", tuple(prompts[i]), SamplingParams(tokens, ignore_eos=True))

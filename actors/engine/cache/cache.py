@@ -287,7 +287,7 @@ class ExpertCache:
         """Share of all experts that are neither resident nor loading (of split experts the tops)."""
         states, segments = self.residency.states, self.where.segments
         shown = states[: len(self.stats.layers) * self.where.experts] if segments is None else states[segments.shown]
-        return 1.0 - np.count_nonzero(shown) / len(shown)
+        return 1.0 - float(np.count_nonzero(shown)) / len(shown)
 
     def copy_s(self) -> float:
         """Mean seconds of the link for a copy of one whole expert, since the counters were reset; 0: it copied none."""

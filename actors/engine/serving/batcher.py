@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from ....errors import LoopDied, NotServing, PolicyError, StoreError, TierMoeError
-from ...policies.drafts import DecodeCounts, DraftPricing
+from ...policies.drafts import CountedExperts, DraftPricing
 from ...requests import GenerationRequest, SamplingParams
 from ...settings import Attention, KvSettings
 from ..model.lengths import lengths_of
@@ -39,12 +39,12 @@ class Batcher(Protocol):
         ...
 
     def draft(
-        self, pricing: DraftPricing, counts: Callable[[], DecodeCounts], head: HeadDrafts | None = None
+        self, pricing: DraftPricing, experts: CountedExperts, head: HeadDrafts | None = None
     ) -> str | None:
         """Verify drafts from now on; the reason if that cannot be.
 
         Args:
-            counts: of the experts, asked before and after a step.
+            experts: counted before and after a step.
             head: of the model; None: drafts are of the text alone.
         """
         ...

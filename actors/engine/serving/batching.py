@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from ....errors import (
     TierMoeError,
     UnsupportedModelError,
 )
-from ...policies.drafts import DecodeCounts, DraftPricing
+from ...policies.drafts import CountedExperts, DraftPricing
 from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
 from ..cuda.runtime import runtime_of
@@ -172,12 +172,12 @@ class ContinuousBatcher:
         self._manager.steps.recorded = recorded
 
     def draft(
-        self, pricing: DraftPricing, counts: Callable[[], DecodeCounts], head: HeadDrafts | None = None
+        self, pricing: DraftPricing, experts: CountedExperts, head: HeadDrafts | None = None
     ) -> str | None:
         """Verify drafts from now on; the reason if that cannot be."""
         if self._manager.steps.lengths.any:
             return "its positions depend on the length of the text"
-        self._manager.steps.drafts = Drafter(self.streams, pricing, counts, head)
+        self._manager.steps.drafts = Drafter(self.streams, pricing, experts, head)
         return None
 
     @property

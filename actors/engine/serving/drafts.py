@@ -16,13 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...policies.drafts import DecodeCounts, DraftPricing, NgramIndex, Proposal, StepTime, Verified
+from ...policies.drafts import CountedExperts, DecodeCounts, DraftPricing, NgramIndex, Proposal, StepTime, Verified
 from ...policies.routing import SequenceRows
 from .head import HeadDrafts
 from .scheduler import used_share
 from .streams import Stream, Streams
 
 _REPEATS = 8  # tokens
+_REST = 3  # steps in which a head is not asked where its drafts promise too little
+_MOST_REST = 31  # the same, after it was asked for nothing: 1, 3, 7, ..
+_ALL_MEASURED, _MEASURED = 16, 4  # steps without drafts in a row that are all measured; then every so many
 _FULL = 0.9  # share of the KV cache in use from which nothing is drafted: rejected rows would take others' room
 
 
@@ -32,12 +35,15 @@ class NoDrafts:
     def begin(self) -> None:
         """A step begins."""
 
-    def give(self, asked: Sequence[tuple[str, int]], room: int) -> list[list[int]]:
+    def give(
+        self, asked: Sequence[tuple[str, int]], room: int, full: Callable[[], bool] = lambda: False
+    ) -> list[list[int]]:
         """The drafts that the step feeds, of each request; there may be none.
 
         Args:
             asked: requests of the step, by name, and how many drafts each may have.
             room: drafts of all together, at most.
+            full: whether rejected rows would take others' room.
         """
         return [[] for _ in asked]
 
@@ -62,40 +68,65 @@ class Drafter(NoDrafts):
     Args:
         streams: the requests.
         pricing: decides.
-        counts: of the experts, now.
+        experts: counted before and after a step.
         head: of the model; None: drafts are of the text alone.
         clock: seconds.
     """
 
     def __init__(
-        self, streams: Streams, pricing: DraftPricing, counts: Callable[[], DecodeCounts],
-        head: HeadDrafts | None = None, clock: Callable[[], float] = time.perf_counter,
+        self, streams: Streams, pricing: DraftPricing, experts: CountedExperts, head: HeadDrafts | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        self._streams, self._pricing, self._counts, self._clock = streams, pricing, counts, clock
+        self._streams, self._pricing, self._experts, self._clock = streams, pricing, experts, clock
         self._head, self._asked_s = head, 0.0  # seconds of the head in the step under way
+        self._resting, self._rest = 0, 0  # steps in which the head is not asked: to come, and after the next vain one
         self._texts: dict[str, NgramIndex] = {}  # of each request's prompt and tokens
         self._fed: dict[str, tuple[int, list[int]]] = {}  # of the step under way, by request: match and drafts
-        self._begun = 0.0, counts()
+        self._windows: tuple[Any, int | None] | None = None  # of the paged cache
+        self._undrafted, self._requests = 0, 0  # steps without drafts in a row, of so many requests
+        self._begun_s = 0.0  # of the step under way
+        self._before: DecodeCounts | None = None  # counts as it began; None: it is not measured
 
     def begin(self) -> None:
-        self._begun = self._clock(), self._counts()
+        measured = self._undrafted < _ALL_MEASURED or self._undrafted % _MEASURED == 0
+        self._begun_s, self._before = self._clock(), self._experts.decode_counts() if measured else None
 
-    def give(self, asked: Sequence[tuple[str, int]], room: int) -> list[list[int]]:
+    def give(
+        self, asked: Sequence[tuple[str, int]], room: int, full: Callable[[], bool] = lambda: False
+    ) -> list[list[int]]:
         self._fed = {}
-        unread = 0 if self._head is None else sum(self._head.unread(name) for name, _ in asked)
-        heads = self._head is not None and self._pricing.promises(len(asked), unread)
-        begun_s = self._clock()
+        unread, heads = 0, self._head is not None and not self._resting
+        if heads:
+            assert self._head is not None
+            self._look_at_prices()
+            unread = sum(self._head.unread(name) for name, _ in asked)
+            heads = self._pricing.promises(len(asked), unread)
+            self._resting = 0 if heads else _REST
+        elif self._resting:
+            self._resting -= 1
+        begun_s = self._clock() if heads else 0.0
         found = [self._proposal(name, most, heads) for name, most in asked]
         self._asked_s = self._clock() - begun_s if heads else 0.0
-        if any(tokens for tokens, _ in found):
-            self._pricing.miss_s, self._pricing.absent = self._begun[1].miss_s, self._begun[1].absent
+        if any(tokens for tokens, _ in found) and not full():
+            self._look_at_prices()
             counts = self._pricing.choose([Proposal(len(tokens), match) for tokens, match in found], room)
             for (name, _), (tokens, match), count in zip(asked, found, counts, strict=True):
                 if count:
                     self._fed[name] = match, tokens[:count]
+        if self._fed and self._before is None:
+            self._before = self._experts.decode_counts()  # nothing has run yet
         if heads:
             self._pricing.asked(self._asked_s, len(asked), unread, bool(self._fed))
+            if not self._fed:
+                self._rest_longer()
         return [self._fed.get(name, (0, []))[1] for name, _ in asked]
+
+    def _rest_longer(self) -> None:
+        """The head was asked for nothing."""
+        self._resting = self._rest = min(2 * self._rest + 1, _MOST_REST)
+
+    def _look_at_prices(self) -> None:
+        self._pricing.miss_s, self._pricing.absent = self._experts.miss_price()
 
     def _proposal(self, name: str, room: int, heads: bool) -> tuple[list[int], int]:
         """Tokens that may follow a request's last one, and the length of the match. heads: ask the head, too."""
@@ -122,17 +153,24 @@ class Drafter(NoDrafts):
             return False
         for state in states:  # those of a step that had no room for it
             del state.tokens_to_process[1:]
-        if used_share(processor.cache) > _FULL:
-            return False
-        windows = [getattr(each, "sliding_window", 0) for each in processor.cache.cache_allocators.values()]
-        shortest = min(filter(None, windows), default=None)
+        shortest = self._window_of(processor.cache)
         asked = [
             (state.request_id, self._pricing.most if shortest is None else shortest - 1 - state.position_offset)
             for state in states
         ]
-        for state, drafts in zip(states, self.give(asked, processor.max_batch_tokens - len(states)), strict=True):
+        given = self.give(
+            asked, processor.max_batch_tokens - len(states), lambda: used_share(processor.cache) > _FULL
+        )  # fmt: skip
+        for state, drafts in zip(states, given, strict=True):
             state.tokens_to_process += drafts
         return bool(self._fed)
+
+    def _window_of(self, cache: Any) -> int | None:
+        """The shortest sliding window of a paged cache; None: it has none."""
+        if self._windows is None or self._windows[0] is not cache:
+            windows = [getattr(each, "sliding_window", 0) for each in cache.cache_allocators.values()]
+            self._windows = cache, min(filter(None, windows), default=None)
+        return self._windows[1]
 
     def of(self, requests: Sequence[Any]) -> list[list[int]]:
         found = []
@@ -157,9 +195,15 @@ class Drafter(NoDrafts):
         )
 
     def took(self, names: Sequence[str], accepted: Sequence[Sequence[int]]) -> None:
-        (begun_s, before), now = self._begun, self._counts()
+        drafted, same = bool(accepted), len(names) == self._requests
+        steps = 1 if self._undrafted < _ALL_MEASURED else _MEASURED
+        self._undrafted, self._requests = 0 if drafted or not same else self._undrafted + 1, len(names)
+        before = self._before
+        if before is None:
+            return
+        now = self._experts.decode_counts()
         step = StepTime(
-            self._clock() - begun_s, now.needed - before.needed, now.missed - before.missed,
+            self._clock() - self._begun_s, now.needed - before.needed, now.missed - before.missed,
             now.waited_s - before.waited_s,
         )  # fmt: skip
         if step.needed <= 0:  # the counters were reset meanwhile
@@ -173,9 +217,16 @@ class Drafter(NoDrafts):
             ]
         if not accepted and self._asked_s:  # for nothing
             step = step._replace(seconds=max(step.seconds - self._asked_s, step.waited_s))
-        self._pricing.took(step, verified, self._asked_s)
-        for name in [name for name in self._texts if not self._streams.is_open(name)]:
-            del self._texts[name]
+        saved_s = self._pricing.stats.saved_s
+        self._pricing.took(step, verified, self._asked_s, 1 if drafted else steps)
+        if self._asked_s and accepted:
+            if self._pricing.stats.saved_s > saved_s:
+                self._rest = 0
+            else:
+                self._rest_longer()
+        if len(self._texts) > len(names):
+            for name in [name for name in self._texts if not self._streams.is_open(name)]:
+                del self._texts[name]
 
 
 def _last_of(stream: Stream) -> int:

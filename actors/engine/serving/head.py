@@ -94,10 +94,12 @@ class HeadDrafts:
             return
         states = out[0].flatten(0, 1)  # [T, H]
         for rows, place in carried:
-            new = states[max(rows.start, rows.stop - SPAN) : rows.stop].clone()
-            if rows.name not in self._requests:
-                self._requests[rows.name] = _Read(self._new_cache())
-            self._requests[rows.name].add(place + rows.stop - rows.start - len(new), new)
+            first, count = max(rows.start, rows.stop - SPAN), len(states)
+            new = states if rows.stop - first == count else states[first : rows.stop].clone()
+            held = self._requests.get(rows.name)
+            if held is None:
+                held = self._requests[rows.name] = _Read(self._new_cache())
+            held.add(place + first - rows.start, new)
 
     def _new_cache(self) -> MtpCache:
         from transformers.cache_utils import MtpCache  # the model's process has it

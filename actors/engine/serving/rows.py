@@ -23,7 +23,7 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from typing import Any, cast
 import torch
 
 from ....errors import NotServing, PolicyError, StoreError, TierMoeError, UnsupportedModelError
-from ...policies.drafts import DecodeCounts, DraftPricing
+from ...policies.drafts import CountedExperts, DraftPricing
 from ...policies.routing import SequenceRows
 from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
@@ -184,14 +184,14 @@ class RowBatcher:
 
     @torch.no_grad()
     def draft(
-        self, pricing: DraftPricing, counts: Callable[[], DecodeCounts], head: HeadDrafts | None = None
+        self, pricing: DraftPricing, experts: CountedExperts, head: HeadDrafts | None = None
     ) -> str | None:
         """Verify drafts from now on, while no request runs; the reason if that cannot be."""
         if self._lengths.any:
             return "its positions depend on the length of the text"
         if not self._rewinds():
             return "its cache does not give the rows of rejected tokens back"
-        self._drafts = Drafter(self.streams, pricing, counts, head)
+        self._drafts = Drafter(self.streams, pricing, experts, head)
         return None
 
     def _rewinds(self) -> bool:
