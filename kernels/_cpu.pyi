@@ -40,6 +40,12 @@ def decode_next(inputs: int, tokens: Sequence[int]) -> list[tuple[int, int]]:
 def argmax_rows(scores: int, rows: int, width: int) -> list[int]:
     """The place of each row's largest number. scores: float32 [rows, width]."""
 
+def draw_row(scores: int, width: int, temperature: float, min_p: float, top_k: int, top_p: float, uniform: float) -> int:
+    """
+    A token of float32 scores [width], by temperature, then min-p, top-k (0: all) and top-p, then inverse transform
+    sampling of a number in (0, 1], tokens in the order of their numbers; -1: the scores have no finite largest one.
+    """
+
 def router_scores(hidden: int, rows: int, weight: int, width: int, outputs: int, bias: int, softmax: int, out: numpy.typing.NDArray[numpy.float32]) -> None:
     """
     A router's scores on a few rows. softmax: over each so many outputs; 0: none.

@@ -1,9 +1,11 @@
-// Python bindings around a decode step: the inputs of the next step, the likeliest tokens of the last. Memory is given by
+// Python bindings around a decode step: the inputs of the next step, the likeliest and the drawn tokens of the last. Memory is given by
 // address: the caller keeps it alive. Short, so the interpreter lock is kept.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -131,6 +133,128 @@ std::vector<std::int64_t> argmax_rows(std::uintptr_t scores, std::int64_t rows, 
     return found;
 }
 
+// e^x of x up to 0, to 2 units of the last place: 2^n times a polynomial. Below -708 it is 0. Keeps NaN.
+inline double exponential_of(double x) {
+    const double within = x < -708.0 ? -708.0 : x;
+    const double shifted = within * 1.4426950408889634 + 6755399441055744.0;  // 1.5 * 2^52: the integer lands in the low bits
+    const double n = shifted - 6755399441055744.0;
+    const double r = (within - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+    double p = 1.0 / 6227020800.0;
+    p = p * r + 1.0 / 479001600.0;
+    p = p * r + 1.0 / 39916800.0;
+    p = p * r + 1.0 / 3628800.0;
+    p = p * r + 1.0 / 362880.0;
+    p = p * r + 1.0 / 40320.0;
+    p = p * r + 1.0 / 5040.0;
+    p = p * r + 1.0 / 720.0;
+    p = p * r + 1.0 / 120.0;
+    p = p * r + 1.0 / 24.0;
+    p = p * r + 1.0 / 6.0;
+    p = p * r + 0.5;
+    p = p * r * r + r + 1.0;
+    std::uint64_t bits;
+    std::memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits << 52) + 0x3ff0000000000000u;
+    double scale;
+    std::memcpy(&scale, &bits, sizeof scale);
+    return x < -708.0 ? 0.0 : p * scale;
+}
+
+TIERMOE_CLONES void weigh(const float* scores, std::int64_t width, double largest, double temperature, double* weights) {
+    for (std::int64_t i = 0; i < width; ++i) weights[i] = exponential_of((scores[i] - largest) / temperature);
+}
+
+constexpr std::int64_t kBlock = 512, kSums = 16;
+
+TIERMOE_CLONES double sum_of(const double* values, std::int64_t count) {
+    double sums[kSums] = {}, total = 0.0;
+    std::int64_t i = 0;
+    for (; i + kSums <= count; i += kSums)
+        for (std::int64_t lane = 0; lane < kSums; ++lane) sums[lane] += values[i + lane];
+    for (double sum : sums) total += sum;
+    for (; i < count; ++i) total += values[i];
+    return total;
+}
+
+TIERMOE_CLONES double largest_of(const double* values, std::int64_t count) {
+    double most[kSums] = {}, found = 0.0;
+    std::int64_t i = 0;
+    for (; i + kSums <= count; i += kSums)
+        for (std::int64_t lane = 0; lane < kSums; ++lane) most[lane] = values[i + lane] > most[lane] ? values[i + lane] : most[lane];
+    for (double value : most) found = std::max(found, value);
+    for (; i < count; ++i) found = std::max(found, values[i]);
+    return found;
+}
+
+// At most the count-th largest: that of the largest in each block.
+double bound_of(const std::vector<double>& weights, std::int64_t count) {
+    std::vector<double> most;
+    const auto width = static_cast<std::int64_t>(weights.size());
+    for (std::int64_t first = 0; first < width; first += kBlock)
+        most.push_back(largest_of(weights.data() + first, std::min(kBlock, width - first)));
+    if (count > static_cast<std::int64_t>(most.size())) return 0.0;
+    std::nth_element(most.begin(), most.begin() + count - 1, most.end(), std::greater<>());
+    return most[static_cast<std::size_t>(count - 1)];
+}
+
+// Weights of tokens that may not come become 0; the largest is 1. Of equal ones the first stay.
+void cut(std::vector<double>& weights, double min_p, std::int64_t top_k, double top_p) {
+    std::vector<double> head;
+    const double least = top_k ? std::max(min_p, bound_of(weights, top_k)) : min_p;
+    for (double weight : weights)
+        if (weight >= least) head.push_back(weight);
+    if (head.empty()) return;  // they are no numbers
+    if (top_k && top_k < static_cast<std::int64_t>(head.size())) {
+        std::nth_element(head.begin(), head.begin() + top_k - 1, head.end(), std::greater<>());
+        head.resize(static_cast<std::size_t>(top_k));
+    }
+    if (top_p < 1.0) {  // the smallest head whose mass reaches top_p; all below `least` together have less than the rest
+        const double total = sum_of(head.data(), static_cast<std::int64_t>(head.size()));
+        const double lowest = (1.0 - top_p) * total / static_cast<double>(head.size());
+        head.erase(std::remove_if(head.begin(), head.end(), [&](double weight) { return weight < lowest; }), head.end());
+        std::sort(head.begin(), head.end(), std::greater<>());
+        double mass = 0.0;
+        for (std::size_t i = 0; i < head.size(); ++i)
+            if ((mass += head[i]) >= top_p * total) head.resize(i + 1);
+    }
+    const double last = *std::min_element(head.begin(), head.end());
+    std::int64_t equal = std::count(head.begin(), head.end(), last);
+    for (double& weight : weights)
+        if (weight < last || (weight == last && equal-- <= 0)) weight = 0.0;
+}
+
+std::int64_t draw_row(
+    std::uintptr_t address, std::int64_t width, double temperature, double min_p, std::int64_t top_k, double top_p, double uniform) {
+    if (width < 1 || top_k < 0 || !(temperature > 0.0)) refuse("a size or the temperature is out of range", width);
+    const float* scores = at<const float>(address);
+    thread_local std::vector<double> weights, sums;
+    weights.resize(static_cast<std::size_t>(width));
+    // the largest score becomes 0: no temperature overflows it
+    weigh(scores, width, scores[argmax_of(scores, width)], temperature, weights.data());
+    if (min_p > 0.0 || top_k || top_p < 1.0) cut(weights, min_p, top_k, top_p);
+    sums.clear();
+    double mass = 0.0;
+    for (std::int64_t first = 0; first < width; first += kBlock) {
+        sums.push_back(sum_of(weights.data() + first, std::min(kBlock, width - first)));
+        mass += sums.back();
+    }
+    if (!std::isfinite(mass)) return -1;
+    const double wanted = uniform * mass;
+    double before = 0.0;
+    std::int64_t found = -1;  // where rounding leaves a block short of what is wanted, its last token that may come
+    for (std::size_t block = 0; block < sums.size(); before += sums[block++]) {
+        if (before + sums[block] < wanted && block + 1 < sums.size()) continue;
+        double reached = before;
+        const std::int64_t first = static_cast<std::int64_t>(block) * kBlock;
+        for (std::int64_t i = first; i < std::min(first + kBlock, width); ++i) {
+            if (weights[i] > 0.0) found = i;
+            if ((reached += weights[i]) >= wanted && found >= 0) return found;
+        }
+        if (found >= 0) return found;
+    }
+    return found;
+}
+
 }  // namespace
 
 void bind_decode(nb::module_& m) {
@@ -139,6 +263,9 @@ void bind_decode(nb::module_& m) {
           "Raises ValueError: not one token for each row, or no column is left.");
     m.def("argmax_rows", &argmax_rows, "scores"_a, "rows"_a, "width"_a,
           "The place of each row's largest number. scores: float32 [rows, width].");
+    m.def("draw_row", &draw_row, "scores"_a, "width"_a, "temperature"_a, "min_p"_a, "top_k"_a, "top_p"_a, "uniform"_a,
+          "A token of float32 scores [width], by temperature, then min-p, top-k (0: all) and top-p, then inverse transform\n"
+          "sampling of a number in (0, 1], tokens in the order of their numbers; -1: the scores have no finite largest one.");
 }
 
 }  // namespace tiermoe::bindings

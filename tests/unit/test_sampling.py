@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from tiermoe.actors.engine.serving.streams import Streams
 from tiermoe.actors.gpu_worker import GpuWorker
 from tiermoe.actors.requests import GenerationRequest, SamplingParams
 from tiermoe.errors import CheckpointError, RequestError
+from tiermoe.kernels import _cpu
 
 LOGITS = torch.log(torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2]))
 
@@ -286,3 +288,39 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(store: Any, tmp_path:
         unseeded = SamplingParams(16, temperature=2.0, ignore_eos=True)
         first, second = generate(worker, [(prompts[0], unseeded), (prompts[0], unseeded)])
         assert first != second
+
+
+@settings(max_examples=300)
+@given(
+    seed=st.integers(0, 10**6), width=st.sampled_from([1, 5, 511, 512, 513, 3000]), spread=st.floats(0.0, 20.0),
+    temperature=st.floats(1e-3, 5.0), top_k=st.integers(0, 40), top_p=st.floats(0.01, 1.0), min_p=st.floats(0.0, 1.0),
+    uniform=st.floats(1e-12, 1.0), infinite=st.integers(0, 3),
+)  # fmt: skip
+def test_a_row_on_the_cpu_is_drawn_as_by_torch(
+    seed: int, width: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float,
+    infinite: int,
+) -> None:  # fmt: skip
+    """The token is at most a rounding away from the one that torch's sums give."""
+    draws = np.random.default_rng(seed)
+    scores = torch.from_numpy((spread * draws.standard_normal(width)).astype(np.float32))
+    scores[draws.integers(0, width, infinite)] = float("-inf")
+    token = _cpu.draw_row(scores.data_ptr(), width, temperature, min_p, top_k, top_p, uniform)
+    if not torch.isfinite(scores.max()):
+        assert token == -1
+        return
+    weights = torch.exp((scores.double() - scores.max()) / temperature)
+    if min_p > 0.0 or top_k or top_p < 1.0:
+        cut(weights, SamplingParams(temperature=1.0, min_p=min_p, top_k=top_k or None, top_p=top_p))
+    mass, rounding = weights.cumsum(0), 1e-12
+    total = float(mass[-1])
+    first = int(torch.searchsorted(mass, (uniform - rounding) * total))
+    last = int(torch.searchsorted(mass, min(uniform + rounding, 1.0) * total))
+    assert first <= token <= last
+    assert weights[token] > 0
+
+
+@pytest.mark.parametrize("scores", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf], [1.0, math.nan]])
+def test_a_row_without_a_finite_largest_score_has_no_token(scores: list[float]) -> None:
+    row = torch.tensor(scores)
+    assert _cpu.draw_row(row.data_ptr(), len(row), 1.0, 0.0, 0, 1.0, 0.5) == -1
+    assert _cpu.draw_row(row.data_ptr(), len(row), 1.0, 0.1, 1, 0.5, 0.5) == -1

@@ -158,19 +158,28 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
     None: the largest logit is not finite, or one is not a number, so that the mass of the tokens is not a number. The
     host reads the token and the mass in one copy.
     """
+    uniform = 1.0 - np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
+    temperature = max(params.temperature, _LEAST_TEMPERATURE)
+    if logits.device.type == "cpu":
+        row = logits.detach().float().contiguous()
+        cuts = params.min_p, params.top_k or 0, params.top_p
+        token = _cpu.draw_row(row.data_ptr(), len(row), temperature, *cuts, uniform)
+        return None if token < 0 else token
     # the largest score becomes 0: no temperature overflows it
-    weights = torch.exp((logits.double() - logits.max()) / max(params.temperature, _LEAST_TEMPERATURE))
+    weights = torch.exp((logits.double() - logits.max()) / temperature)
     if params.min_p > 0.0 or params.top_k or params.top_p < 1.0:
         cut(weights, params)
     mass = weights.cumsum(0)
-    uniform = 1.0 - np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
     found, whole = torch.stack((torch.searchsorted(mass, uniform * mass[-1]).double(), mass[-1])).tolist()
     return int(found) if math.isfinite(whole) else None
 
 
 def largest(logits: torch.Tensor) -> int | None:
     """The first of the largest of logits [V]; None: it is not finite, or one is not a number. One copy to the host."""
-    found, score = torch.stack((logits.argmax().double(), logits.max().double())).tolist()
+    if logits.device.type == "cpu":
+        ((found, score),) = zip(*_argmax(logits[None, None], 1, to_host), strict=True)
+    else:
+        found, score = torch.stack((logits.argmax().double(), logits.max().double())).tolist()
     return int(found) if math.isfinite(score) else None
 
 
