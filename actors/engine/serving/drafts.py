@@ -24,7 +24,7 @@ from .streams import Stream, Streams
 
 _REPEATS = 8  # tokens
 _REST = 3  # steps in which a head is not asked where its drafts promise too little
-_MOST_REST = 31  # the same, after it was asked for nothing: 1, 3, 7, ..
+_MOST_REST = 127  # the same, after it was asked for nothing: 1, 3, 7, ..
 _ALL_MEASURED, _MEASURED = 16, 4  # steps without drafts in a row that are all measured; then every so many
 _FULL = 0.9  # share of the KV cache in use from which nothing is drafted: rejected rows would take others' room
 
