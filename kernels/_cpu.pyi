@@ -40,10 +40,11 @@ def decode_next(inputs: int, tokens: Sequence[int]) -> list[tuple[int, int]]:
 def argmax_rows(scores: int, rows: int, width: int) -> list[int]:
     """The place of each row's largest number. scores: float32 [rows, width]."""
 
-def draw_row(scores: int, width: int, temperature: float, min_p: float, top_k: int, top_p: float, uniform: float) -> int:
+def draw_rows(scores: int, rows: int, width: int, asked: Sequence[tuple[int, float, float, int, float, int, int]]) -> list[int]:
     """
-    A token of float32 scores [width], by temperature, then min-p, top-k (0: all) and top-p, then inverse transform
-    sampling of a number in (0, 1], tokens in the order of their numbers; -1: the scores have no finite largest one.
+    A token of each row that is asked: (row, temperature, min_p, top_k or 0, top_p, seed, step). By temperature, then min-p,
+    top-k and top-p, then inverse transform sampling of 1 - Philox(key=seed, counter=step), tokens in the order of their
+    numbers; -1: the row has no finite largest score. scores: float32 [rows, width].
     """
 
 def router_scores(hidden: int, rows: int, weight: int, width: int, outputs: int, bias: int, softmax: int, out: numpy.typing.NDArray[numpy.float32]) -> None:

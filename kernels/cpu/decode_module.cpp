@@ -1,11 +1,13 @@
 // Python bindings around a decode step: the inputs of the next step, the likeliest and the drawn tokens of the last. Memory is given by
 // address: the caller keeps it alive. Short, so the interpreter lock is kept.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -223,10 +225,26 @@ void cut(std::vector<double>& weights, double min_p, std::int64_t top_k, double 
         if (weight < last || (weight == last && equal-- <= 0)) weight = 0.0;
 }
 
+// NumPy's Generator(Philox(key=seed, counter=step)).random(): the first output of Philox4x64-10 (Salmon et al. 2011) of the
+// counter's next number, in [0, 1).
+double philox(std::uint64_t seed, std::uint64_t step) {
+    std::uint64_t counter[4] = {step + 1, step + 1 == 0, 0, 0}, key[2] = {seed, 0};
+    for (int round = 0; round < 10; ++round) {
+        const unsigned __int128 first = static_cast<unsigned __int128>(0xD2E7470EE14C6C93u) * counter[0];
+        const unsigned __int128 second = static_cast<unsigned __int128>(0xCA5A826395121157u) * counter[2];
+        const auto high = [](unsigned __int128 product) { return static_cast<std::uint64_t>(product >> 64); };
+        const std::uint64_t next[4] = {high(second) ^ counter[1] ^ key[0], static_cast<std::uint64_t>(second),
+                                       high(first) ^ counter[3] ^ key[1], static_cast<std::uint64_t>(first)};
+        std::copy(next, next + 4, counter);
+        key[0] += 0x9E3779B97F4A7C15u, key[1] += 0xBB67AE8584CAA73Bu;
+    }
+    return static_cast<double>(counter[0] >> 11) * 0x1p-53;
+}
+
+// A row's token; uniform: in (0, 1]. -1: the scores have no finite largest one.
 std::int64_t draw_row(
-    std::uintptr_t address, std::int64_t width, double temperature, double min_p, std::int64_t top_k, double top_p, double uniform) {
-    if (width < 1 || top_k < 0 || !(temperature > 0.0)) refuse("a size or the temperature is out of range", width);
-    const float* scores = at<const float>(address);
+    const float* scores, std::int64_t width, double temperature, double min_p, std::int64_t top_k, double top_p, double uniform) {
+    if (top_k < 0 || !(temperature > 0.0)) refuse("the temperature or top_k is out of range", top_k);
     thread_local std::vector<double> weights, sums;
     weights.resize(static_cast<std::size_t>(width));
     // the largest score becomes 0: no temperature overflows it
@@ -255,6 +273,20 @@ std::int64_t draw_row(
     return found;
 }
 
+using Drawn = std::tuple<std::int64_t, double, double, std::int64_t, double, std::uint64_t, std::uint64_t>;
+
+std::vector<std::int64_t> draw_rows(std::uintptr_t scores, std::int64_t rows, std::int64_t width, const std::vector<Drawn>& asked) {
+    if (rows < 0 || width < 1) refuse("a size is out of range", rows < 0 ? rows : width);
+    check_product({rows, width});
+    std::vector<std::int64_t> found;
+    for (const auto& [row, temperature, min_p, top_k, top_p, seed, step] : asked) {
+        if (row < 0 || row >= rows) refuse("there is no such row", row);
+        const float* from = at<const float>(scores) + row * width;
+        found.push_back(draw_row(from, width, temperature, min_p, top_k, top_p, 1.0 - philox(seed, step)));
+    }
+    return found;
+}
+
 }  // namespace
 
 void bind_decode(nb::module_& m) {
@@ -263,9 +295,10 @@ void bind_decode(nb::module_& m) {
           "Raises ValueError: not one token for each row, or no column is left.");
     m.def("argmax_rows", &argmax_rows, "scores"_a, "rows"_a, "width"_a,
           "The place of each row's largest number. scores: float32 [rows, width].");
-    m.def("draw_row", &draw_row, "scores"_a, "width"_a, "temperature"_a, "min_p"_a, "top_k"_a, "top_p"_a, "uniform"_a,
-          "A token of float32 scores [width], by temperature, then min-p, top-k (0: all) and top-p, then inverse transform\n"
-          "sampling of a number in (0, 1], tokens in the order of their numbers; -1: the scores have no finite largest one.");
+    m.def("draw_rows", &draw_rows, "scores"_a, "rows"_a, "width"_a, "asked"_a,
+          "A token of each row that is asked: (row, temperature, min_p, top_k or 0, top_p, seed, step). By temperature, then min-p,\n"
+          "top-k and top-p, then inverse transform sampling of 1 - Philox(key=seed, counter=step), tokens in the order of their\n"
+          "numbers; -1: the row has no finite largest score. scores: float32 [rows, width].");
 }
 
 }  // namespace tiermoe::bindings

@@ -292,19 +292,20 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(store: Any, tmp_path:
 
 @settings(max_examples=300)
 @given(
-    seed=st.integers(0, 10**6), width=st.sampled_from([1, 5, 511, 512, 513, 3000]), spread=st.floats(0.0, 20.0),
+    seed=st.integers(0, 2**64 - 1), width=st.sampled_from([1, 5, 511, 512, 513, 3000]), spread=st.floats(0.0, 20.0),
     temperature=st.floats(1e-3, 5.0), top_k=st.integers(0, 40), top_p=st.floats(0.01, 1.0), min_p=st.floats(0.0, 1.0),
-    uniform=st.floats(1e-12, 1.0), infinite=st.integers(0, 3),
+    step=st.sampled_from([0, 1, 77, 2**64 - 1]), infinite=st.integers(0, 3),
 )  # fmt: skip
 def test_a_row_on_the_cpu_is_drawn_as_by_torch(
-    seed: int, width: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float,
+    seed: int, width: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float, step: int,
     infinite: int,
 ) -> None:  # fmt: skip
     """The token is at most a rounding away from the one that torch's sums give."""
     draws = np.random.default_rng(seed)
     scores = torch.from_numpy((spread * draws.standard_normal(width)).astype(np.float32))
     scores[draws.integers(0, width, infinite)] = float("-inf")
-    token = _cpu.draw_row(scores.data_ptr(), width, temperature, min_p, top_k, top_p, uniform)
+    (token,) = _cpu.draw_rows(scores.data_ptr(), 1, width, [(0, temperature, min_p, top_k, top_p, seed, step)])
+    uniform = 1.0 - np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
     if not torch.isfinite(scores.max()):
         assert token == -1
         return
@@ -322,5 +323,5 @@ def test_a_row_on_the_cpu_is_drawn_as_by_torch(
 @pytest.mark.parametrize("scores", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf], [1.0, math.nan]])
 def test_a_row_without_a_finite_largest_score_has_no_token(scores: list[float]) -> None:
     row = torch.tensor(scores)
-    assert _cpu.draw_row(row.data_ptr(), len(row), 1.0, 0.0, 0, 1.0, 0.5) == -1
-    assert _cpu.draw_row(row.data_ptr(), len(row), 1.0, 0.1, 1, 0.5, 0.5) == -1
+    asked = [(0, 1.0, 0.0, 0, 1.0, 3, 4), (0, 1.0, 0.1, 1, 0.5, 3, 4)]
+    assert _cpu.draw_rows(row.data_ptr(), 1, len(row), asked) == [-1, -1]

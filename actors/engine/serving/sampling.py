@@ -158,20 +158,31 @@ def draw(logits: torch.Tensor, params: SamplingParams, seed: int, step: int) -> 
     None: the largest logit is not finite, or one is not a number, so that the mass of the tokens is not a number. The
     host reads the token and the mass in one copy.
     """
-    uniform = 1.0 - np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
-    temperature = max(params.temperature, _LEAST_TEMPERATURE)
     if logits.device.type == "cpu":
-        row = logits.detach().float().contiguous()
-        cuts = params.min_p, params.top_k or 0, params.top_p
-        token = _cpu.draw_row(row.data_ptr(), len(row), temperature, *cuts, uniform)
+        (token,) = _draw_rows(logits[None], [_asked(0, params, seed, step)])
         return None if token < 0 else token
+    uniform = 1.0 - np.random.Generator(np.random.Philox(key=seed, counter=step)).random()
     # the largest score becomes 0: no temperature overflows it
-    weights = torch.exp((logits.double() - logits.max()) / temperature)
+    weights = torch.exp((logits.double() - logits.max()) / max(params.temperature, _LEAST_TEMPERATURE))
     if params.min_p > 0.0 or params.top_k or params.top_p < 1.0:
         cut(weights, params)
     mass = weights.cumsum(0)
     found, whole = torch.stack((torch.searchsorted(mass, uniform * mass[-1]).double(), mass[-1])).tolist()
     return int(found) if math.isfinite(whole) else None
+
+
+_Asked = tuple[int, float, float, int, float, int, int]  # as `_cpu.draw_rows` takes it
+
+
+def _asked(row: int, params: SamplingParams, seed: int, step: int) -> _Asked:
+    temperature = max(params.temperature, _LEAST_TEMPERATURE)
+    return row, temperature, params.min_p, params.top_k or 0, params.top_p, seed, step
+
+
+def _draw_rows(logits: torch.Tensor, asked: list[_Asked]) -> list[int]:
+    """Tokens of rows of logits [N, V] on the host, as `draw`; -1: none."""
+    rows = logits.detach().float().contiguous()
+    return _cpu.draw_rows(rows.data_ptr(), len(rows), rows.shape[1], asked)
 
 
 def largest(logits: torch.Tensor) -> int | None:
@@ -217,6 +228,17 @@ class Pick:
     step: int
     name: str
     process: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it is drawn from the scores as they are, and nothing else is wanted of them."""
+        params = self.params
+        return (
+            self.process is None
+            and params.logprobs is None
+            and params.temperature > 0
+            and self.step >= params.min_tokens
+        )
 
     def token(self, scores: torch.Tensor, eos: Sequence[int], note: Note) -> int:
         """Pick from scores [V].
@@ -291,14 +313,19 @@ def verified_tokens(
         failed: called with a request that gets no token, and why; its place in the result means nothing.
         read: brings tensors of a GPU to the host.
     """
-    best, scores = _argmax(logits, len(drafts) + sum(map(len, drafts)), read)
+    rows = len(drafts) + sum(map(len, drafts))
+    drawn = _drawn(logits, streams) if rows == len(drafts) and logits.device.type == "cpu" else {}
+    best, scores = _argmax(logits, rows, read) if len(drawn) < rows else ([], [])
     tokens, lengths, row = list[int](), list[int](), 0
     for i, (stream, draft) in enumerate(zip(streams, drafts, strict=True)):
         accepted, token = list[int](), 0
         for place in range(len(draft) + 1):
-            pick, at = pick_of(stream, accepted), row + place
+            at = row + place
+            pick = None if at in drawn else pick_of(stream, accepted)
             try:
-                if pick is not None:
+                if at in drawn:
+                    token = drawn[at]
+                elif pick is not None:
                     token = pick.token(logits[0, at].float(), eos, note)
                 elif math.isfinite(scores[at]):
                     token = best[at]
@@ -317,6 +344,20 @@ def verified_tokens(
         lengths.append(len(accepted))
         row += len(draft) + 1
     return tokens, lengths
+
+
+def _drawn(logits: torch.Tensor, streams: Sequence[Stream | None]) -> dict[int, int]:
+    """Tokens of the rows of logits [1, N, V] on the host that are drawn as they are, by row, in one call; a row without
+    a token is left out.
+    """
+    picks = [pick_of(stream) for stream in streams]
+    asked = [
+        _asked(row, pick.params, pick.seed, pick.step)
+        for row, pick in enumerate(picks)
+        if pick is not None and pick.is_drawn
+    ]
+    found = _draw_rows(logits[0], asked) if asked else []
+    return {of[0]: token for of, token in zip(asked, found, strict=True) if token >= 0}
 
 
 def _argmax(logits: torch.Tensor, rows: int, read: Read) -> tuple[list[int], list[float]]:
