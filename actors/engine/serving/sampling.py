@@ -347,16 +347,19 @@ def verified_tokens(
 
 
 def _drawn(logits: torch.Tensor, streams: Sequence[Stream | None]) -> dict[int, int]:
-    """Tokens of the rows of logits [1, N, V] on the host that are drawn as they are, by row, in one call; a row without
-    a token is left out.
+    """Tokens of the rows of logits [1, N, V] on the host that are drawn as they are, by row, in one call. A row without
+    a token is left out, and so are all where one fails: by itself each is drawn again, so that it fails alone.
     """
     picks = [pick_of(stream) for stream in streams]
-    asked = [
-        _asked(row, pick.params, pick.seed, pick.step)
-        for row, pick in enumerate(picks)
-        if pick is not None and pick.is_drawn
-    ]
-    found = _draw_rows(logits[0], asked) if asked else []
+    try:
+        asked = [
+            _asked(row, pick.params, pick.seed, pick.step)
+            for row, pick in enumerate(picks)
+            if pick is not None and pick.is_drawn
+        ]
+        found = _draw_rows(logits[0], asked) if asked else []
+    except Exception:
+        return {}
     return {of[0]: token for of, token in zip(asked, found, strict=True) if token >= 0}
 
 
