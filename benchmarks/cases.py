@@ -155,6 +155,8 @@ class Deployment(Options):
         None, description="Folder of finished cells: the same command resumes; default: a temporary one."
     )
     quick: bool = Field(False, description="The ends of the grid alone, at the largest batch.")
+    gpus: tuple[Annotated[int, Ge(1)], ...] = Field((), description="Points with so many GPUs alone; repeat it.")
+    ndp: tuple[Annotated[int, Ge(0)], ...] = Field((), description="Points with so many NDP workers alone; repeat it.")
 
 
 class DraftKind(StrEnum):

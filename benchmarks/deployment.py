@@ -97,13 +97,16 @@ class Point:
         }  # fmt: skip
 
 
-def points_of(nodes: int, quick: bool) -> list[Point]:
+def points_of(nodes: int, options: Deployment) -> list[Point]:
     """The grid on so many nodes: GPUs, NDP workers up to two, and the store read over the network."""
-    if quick:
+    if options.quick:
         all_kinds = Point(nodes, nodes, ndp=1)
-        return [all_kinds] if nodes == 2 else [Point(nodes, 1), Point(nodes, nodes), all_kinds]
-    grid = [Point(nodes, shards, ndp) for shards, ndp in product(range(1, nodes + 1), range(3 if nodes > 2 else 2))]
-    return [*grid, Point(nodes, nodes, store="network")]
+        points = [all_kinds] if nodes == 2 else [Point(nodes, 1), Point(nodes, nodes), all_kinds]
+    else:
+        grid = product(range(1, nodes + 1), range(3 if nodes > 2 else 2))
+        points = [*(Point(nodes, shards, ndp) for shards, ndp in grid), Point(nodes, nodes, store="network")]
+    asked = [(options.gpus, "shards"), (options.ndp, "ndp")]
+    return [one for one in points if all(not some or getattr(one, name) in some for some, name in asked)]
 
 
 def deployment(options: Deployment, progress: Progress | None) -> Report:
@@ -118,10 +121,12 @@ def deployment(options: Deployment, progress: Progress | None) -> Report:
     layer on one node, everything resident: <= 60 us of the lead's time in sending and joining, at one request.
 
     Raises:
-        ConfigError: namespaces are not allowed here. RuntimeFailure: a node did not start, or a sweep ended.
+        ConfigError: namespaces are not allowed here, or no point has such `gpus` and `ndp`. RuntimeFailure: a node did not start, or a sweep ended.
     """
     if (why := why_not_isolated()) is not None:
         raise ConfigError(why, "run it as root, or where user namespaces are allowed")
+    if not any(points_of(nodes, options) for nodes in options.nodes):
+        raise ConfigError("no point of the grid has so many GPUs and NDP workers", "give other --gpus, --ndp or --nodes")
     report = Report("deployment", "emulated", settings=_settings(options))
     with _work(options.work) as work:
         prompts = _prompts(work)
@@ -257,7 +262,9 @@ def _swept(
     options: Deployment, model: Model, count: int, work: Path, report: Report
 ) -> dict[tuple[Point, int], dict[str, Any]]:
     """The rows of a model on so many nodes, by point and clients; what is refused goes into the report."""
-    points, clients = points_of(count, options.quick), CLIENTS[-1:] if options.quick else CLIENTS
+    points, clients = points_of(count, options), CLIENTS[-1:] if options.quick else CLIENTS
+    if not points:
+        return {}
     with _nodes(options, count) as (nodes, delay_us):
         sweep = _sweep(options, model, nodes, work, [point.cell(clients) for point in points])
         record = _run_sweep(sweep, nodes, work / f"{model.name.split(',')[0]}-{count}-nodes.json")
