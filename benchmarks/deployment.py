@@ -121,12 +121,14 @@ def deployment(options: Deployment, progress: Progress | None) -> Report:
     layer on one node, everything resident: <= 60 us of the lead's time in sending and joining, at one request.
 
     Raises:
-        ConfigError: namespaces are not allowed here, or no point has such `gpus` and `ndp`. RuntimeFailure: a node did not start, or a sweep ended.
+        ConfigError: namespaces are not allowed here, or no point has such `gpus` and `ndp`.
+        RuntimeFailure: a node did not start, or a sweep ended.
     """
     if (why := why_not_isolated()) is not None:
         raise ConfigError(why, "run it as root, or where user namespaces are allowed")
     if not any(points_of(nodes, options) for nodes in options.nodes):
-        raise ConfigError("no point of the grid has so many GPUs and NDP workers", "give other --gpus, --ndp or --nodes")
+        what = "no point of the grid has so many GPUs and NDP workers"
+        raise ConfigError(what, "give other --gpus, --ndp or --nodes")
     report = Report("deployment", "emulated", settings=_settings(options))
     with _work(options.work) as work:
         prompts = _prompts(work)
