@@ -153,13 +153,21 @@ def test_bfloat16_logits_are_the_same_bits_at_every_budget(
             assert torch.equal(whole, small)
 
 
-@pytest.mark.parametrize("preset", ["next-gate", "auto"])
+@pytest.mark.parametrize(
+    ("preset", "budgets"),
+    [
+        ("next-gate", (1.0, 0.3, 0.05, 0.05)),
+        ("auto", (1.0, 0.3, 0.05, 0.05)),
+        pytest.param("auto", (0.25,) * 10, marks=pytest.mark.slow),
+    ],
+    ids=["next-gate", "auto", "auto in ten runs"],
+)
 def test_bfloat16_tokens_are_the_same_at_every_budget(
-    preset: str, store: ExpertStore, prompts: list[Any], target: torch.device
+    preset: str, budgets: tuple[float, ...], store: ExpertStore, prompts: list[Any], target: torch.device
 ) -> None:
     """`auto` without an NDP worker, as a GPU has it by default: which miss went near data was the clock's choice."""
     results = []
-    for budget in (1.0, 0.3, 0.05, 0.05):
+    for budget in budgets:
         with serving_locally(store, _settings(preset, budget, target, dtype="bfloat16"), ndp_workers=0) as worker:
             results.append([greedy(worker, [prompt], TOKENS)[0] for prompt in prompts])  # no batch to vary
     assert results == results[:1] * len(results)
