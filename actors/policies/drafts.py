@@ -136,9 +136,9 @@ class _Mean:
         self.total = _FORGET**count * self.total + total
         self.count = _FORGET**count * self.count + count
 
-    def age(self) -> None:
-        """A step passed in which nothing was counted."""
-        self.total, self.count = _AGE * self.total, _AGE * self.count
+    def age(self, steps: int) -> None:
+        """So many steps passed in which nothing was counted."""
+        self.total, self.count = _AGE**steps * self.total, _AGE**steps * self.count
 
     def over(self, before: float) -> float:
         return (self.total + _BEFORE * before) / (self.count + _BEFORE)
@@ -238,7 +238,7 @@ class DraftPricing:
         Args:
             room: drafted tokens of all requests, at most.
         """
-        return self._best(proposals, room) if self._may(len(proposals)) else [0] * len(proposals)
+        return self._best(proposals, room) if self.knows(len(proposals)) else [0] * len(proposals)
 
     def promises(self, requests: int, unread: int) -> bool:
         """Whether drafts of the best class that was measured would be chosen: else a head is not asked for any.
@@ -246,7 +246,7 @@ class DraftPricing:
         Args:
             unread: tokens that it would read first, of all requests. Their time is for the account alone.
         """
-        if not self._may(requests):
+        if not self.knows(requests):
             return False
         best = max((1 << (size - 1) for size in self._odds), default=_SURE, key=self.odds)
         likely, rest_s = Proposal(self.most, max((best, _SURE), key=self.odds)), self._plain[requests].rest_s
@@ -254,7 +254,7 @@ class DraftPricing:
         read_s = unread * self._read.over(_READ * rest_s) if unread > _MANY_READ * requests else 0.0
         return any(self._best([likely] * requests, 1 << 16, asked_s, read_s))
 
-    def _may(self, requests: int) -> bool:
+    def knows(self, requests: int) -> bool:
         """Whether steps of so many requests are known, and none is to be measured."""
         plain = self._plain.get(requests)
         return plain is not None and plain.steps >= _KNOWN and not self._pause and self._account is not None
@@ -382,7 +382,7 @@ class DraftPricing:
             self._add(-seconds, plain)
 
     def _took_plain(self, step: StepTime, plain: _Plain, steps: int) -> None:
-        self._wrong.age()
+        self._wrong.age(steps)
         after_drafts, self._in_a_row = self._in_a_row > 0, 0
         measured, self._pause = self._pause > 0, max(0, self._pause - 1)
         known = plain.steps >= _KNOWN

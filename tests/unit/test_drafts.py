@@ -7,7 +7,8 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from transformers.modeling_layers import MtpModel
 from tiermoe.actors import gpu_worker
 from tiermoe.actors.engine.model.mtp import build_head
 from tiermoe.actors.engine.serving import drafts
+from tiermoe.actors.engine.serving.drafts import Drafter
 from tiermoe.actors.engine.serving.head import HeadDrafts
 from tiermoe.actors.engine.serving.sampling import verified_tokens
 from tiermoe.actors.engine.serving.streams import Stream, Streams
@@ -284,6 +286,55 @@ def test_a_request_fails_where_it_would_without_drafts() -> None:
     assert list(failures) == [0]
 
 
+class Now:
+    """Seconds by hand."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class RightHead:
+    """Always right, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def unread(self, name: str) -> int:
+        return 1
+
+    def propose(self, name: str, text: Sequence[int], most: int) -> tuple[list[int], int]:
+        self.asked += 1
+        return list(range(most)), 4
+
+
+@pytest.mark.parametrize(("room", "full"), [(0, False), (4, True)])
+def test_a_head_rests_after_vain_drafts_alone(room: int, full: bool) -> None:
+    """It is not asked where no draft could be fed, and asked at once when one can; behind a pause, too."""
+    clock, head, tokens = Now(), RightHead(), itertools.count(1000)
+    sampling = SimpleNamespace(max_tokens=10**9)
+    stream = SimpleNamespace(request=SimpleNamespace(prompt_ids=(1, 2, 3), sampling=sampling), generated=[])
+    streams = SimpleNamespace(get=lambda name: stream, is_open=lambda name: True)
+    drafter = Drafter(cast(Any, streams), DraftPricing(4), Counted(10), cast(Any, head), clock)
+
+    def drafted(room: int = 4, full: bool = False) -> bool:
+        drafter.begin()
+        (given,) = drafter.give([("a", room)], 100, lambda: full)
+        clock.now_s += 1e-2 * (1 + 0.02 * len(given))
+        stream.generated += [next(tokens) for _ in range(len(given) + 1)]
+        drafter.took(["a"], [given] if given else [])
+        return bool(given)
+
+    runs = [(found, len(list(steps))) for found, steps in itertools.groupby([drafted() for _ in range(100)])]
+    assert runs[:5] == [(False, 5), (True, 12), (False, 2), (True, 24), (False, 2)]
+    before = head.asked
+    assert not any(drafted(room, full) for _ in range(140))
+    assert head.asked == before
+    assert drafted()
+
+
 # -- served ------------------------------------------------------------------------------------------------------------
 
 
@@ -296,15 +347,18 @@ class Always(DraftPricing):
     def promises(self, requests: int, unread: int) -> bool:
         return True
 
+    def knows(self, requests: int) -> bool:
+        return True
+
     def asked(self, seconds: float, requests: int, unread: int, chosen: bool) -> None:
         """No step without drafts is known."""
 
 
 class Counted:
-    """Experts that are always there; each count needs one more."""
+    """Experts that are always there; each count needs some more."""
 
-    def __init__(self) -> None:
-        self._steps = itertools.count(1)
+    def __init__(self, more: int = 1) -> None:
+        self._steps = itertools.count(1, more)
 
     def decode_counts(self) -> DecodeCounts:
         return DecodeCounts(next(self._steps), 0, 0.0)

@@ -6,7 +6,7 @@ The NDP placements in the engine, with a worker that computes exactly and dies w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from serving import Tiny, greedy, prepared, settings, struck_greedy
 from tiny_models import save_tiny_checkpoint
 
 from tiermoe.actors.engine import engine
+from tiermoe.actors.engine.calls import RemoteExperts
 from tiermoe.actors.engine.peers import auto
 from tiermoe.actors.engine.peers.remote import NdpPool
 from tiermoe.actors.engine.stats import EngineStats
@@ -120,6 +121,25 @@ def test_who_stands_by_gets_work_where_all_owners_are_lost(pool: NdpPool, links:
     assert pool.peers["ndp/2"].wait_until_found(10.0)
     pool.refresh()
     assert (_numbers(pool), len(pool.members)) == ("2" * 8, 3)
+
+
+def test_who_comes_back_is_judged_anew(pool: NdpPool, links: list[FakeLink]) -> None:
+    judged = list[int]()
+
+    def sharers(members: Sequence[RemoteExperts]) -> Sequence[int]:
+        judged.append(len(members))
+        return range(len(members))
+
+    pool.share_by(sharers)
+    pool.refresh()
+    assert judged == [2]
+    _kill(pool, links[1])
+    pool.refresh()  # still lost
+    links[1].up.set()
+    assert pool.peers["ndp/1"].wait_until_found(10.0)
+    for _ in range(2):
+        pool.refresh()
+    assert judged == [2, 2]
 
 
 def test_a_worker_of_another_number_is_not_taken(links: list[FakeLink]) -> None:

@@ -54,6 +54,7 @@ class NdpPool:
         self._members: tuple[RemoteExperts, ...] = ()  # by number
         self._owning: tuple[int, ...] = ()  # index in `_members` of those with a share
         self._sharers: Sharers | None = None
+        self._judged: list[int] = []  # connections of the members, as they were when the owners were chosen
         self._joining: tuple[RemoteExperts, ...] = ()
         self._owners: tuple[int, ...] = ()  # index in `_members` of each key's owner
         self._seen: tuple[bool, ...] = ()  # availability of the members, for which `_table` was made
@@ -86,7 +87,11 @@ class NdpPool:
             peer.begin()
 
     def refresh(self) -> None:
-        """A forward begins: workers that were reached for the first time take their share."""
+        """A forward begins: workers that were reached for the first time take their share, and where the costs of
+        reaching them decide, those that came back on a new connection are judged anew.
+        """
+        if self._sharers is not None and len(self._members) > 1 and self._judged != self._connections():
+            self._take_in(self._members)
         if self._joining:
             with self._lock:
                 reached = [peer for peer in self._joining if peer.available]
@@ -151,8 +156,12 @@ class NdpPool:
             self._supply,
         )  # fmt: skip
 
+    def _connections(self) -> list[int]:
+        return [peer.connections for peer in self._members]
+
     def _take_in(self, members: Sequence[RemoteExperts]) -> None:
         self._members = tuple(sorted(members, key=lambda peer: _number(peer.name)))
+        self._judged = self._connections()
         everyone = range(len(self._members))
         self._owning = tuple(everyone if self._sharers is None else self._sharers(self._members))
         self._owners = tuple(self._owning[i] for i in spread_by_bytes(self._nbytes, len(self._owning)))

@@ -29,7 +29,7 @@ _MOST_BUSY = 5.0  # a link takes at most 0.8 of the host's memory bandwidth
 _MOST_BESIDE = 4.0  # an expert here beside near-data work against one alone
 _TRIPS = 16  # messages to each worker, where there are several
 _HEALTH_S, _HELD = 2.0, 0.75  # wait for a worker's report; share of its memory for experts
-_LOST_S = 1.0  # a message to a worker that does not answer
+_LOST_S = 1.0  # put for a message to a worker that does not answer
 _BUSY = 1.25  # near-data seconds while the link copies against idle ones, where they cannot be measured
 
 
@@ -83,43 +83,44 @@ class _Reach:
         self.costs: Costs | None = None
         self.slowest_s = 0.0
         self._cache, self._activations, self._nbytes, self._top_k = cache, activations, nbytes, top_k
-        self._known: dict[str, tuple[float, float]] = {}  # seconds of a message; bytes that hold experts
+        # of a worker on a connection: its number, seconds of a message, and bytes that hold experts
+        self._known: dict[str, tuple[int, float, float]] = {}
 
     def soonest(self, members: Sequence[RemoteExperts]) -> RemoteExperts | None:
         """The worker that a message takes least to; None: there is none."""
         if len(members) < 2:
             return next(iter(members), None)
-        self._measure(members)
-        return min(members, key=lambda peer: self._known[peer.name][0])
+        return min(members, key=lambda peer: self._reached(peer)[0])
 
     def __call__(self, members: Sequence[RemoteExperts]) -> Sequence[int]:
         if len(members) < 2:  # nothing to choose, and `probe_costs` has measured it
             return range(len(members))
-        self._measure(members)
-        messages_s, memory = zip(*[self._known[peer.name] for peer in members], strict=True)
+        messages_s, memory = zip(*map(self._reached, members), strict=True)
         layers = len(self._cache.stats.layers)
         experts, slots = len(self._cache.uses) // layers, self._cache.residency.slots // layers
         assert self.costs is not None
         owners = sharing(
             self.costs, messages_s, memory, self._nbytes, layers, experts, self._top_k, min(max(1, slots), experts)
         )
-        self.slowest_s = max(messages_s[i] for i in owners)
+        self.slowest_s = max((messages_s[i] for i in owners if messages_s[i] < _LOST_S), default=0.0)
         return owners
 
-    def _measure(self, members: Sequence[RemoteExperts]) -> None:
-        for peer in members:
-            if peer.name in self._known:
-                continue
-            memory = _HELD * float(peer.account(_HEALTH_S).get("memory", 0))
-            try:
-                trips = [
-                    _round_trip(peer, self._activations, self._cache, np.zeros((1, 1), np.int64), lambda: None)
-                    for _ in range(_TRIPS)
-                ]
-                message_s = min(total_s - kernel_s for total_s, kernel_s in trips)
-            except _NoAnswer:
-                message_s = _LOST_S
-            self._known[peer.name] = message_s, memory
+    def _reached(self, peer: RemoteExperts) -> tuple[float, float]:
+        """Seconds of a message to a worker, and bytes that hold experts there, once for each connection."""
+        number, message_s, held = self._known.get(peer.name, (-1, 0.0, 0.0))
+        if number == peer.connections:
+            return message_s, held
+        connections, held = peer.connections, _HELD * float(peer.account(_HEALTH_S).get("memory", 0))
+        try:
+            trips = [
+                _round_trip(peer, self._activations, self._cache, np.zeros((1, 1), np.int64), lambda: None)
+                for _ in range(_TRIPS)
+            ]
+        except _NoAnswer:
+            return _LOST_S, 0.0
+        message_s = max(min(total_s - kernel_s for total_s, kernel_s in trips), 1e-7)
+        self._known[peer.name] = connections, message_s, held
+        return message_s, held
 
 
 def _copying(cache: ExpertCache, count: int, meanwhile: Callable[[], Any]) -> float:

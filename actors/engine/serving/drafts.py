@@ -43,7 +43,7 @@ class NoDrafts:
         Args:
             asked: requests of the step, by name, and how many drafts each may have.
             room: drafts of all together, at most.
-            full: whether rejected rows would take others' room.
+            full: whether rejected rows would take others' room; asked where there might be drafts.
         """
         return [[] for _ in asked]
 
@@ -79,6 +79,7 @@ class Drafter(NoDrafts):
     ) -> None:  # fmt: skip
         self._streams, self._pricing, self._experts, self._clock = streams, pricing, experts, clock
         self._head, self._asked_s = head, 0.0  # seconds of the head in the step under way
+        self._head_ran = False  # in that step
         self._resting, self._rest = 0, 0  # steps in which the head is not asked: to come, and after the next vain one
         self._texts: dict[str, NgramIndex] = {}  # of each request's prompt and tokens
         self._fed: dict[str, tuple[int, list[int]]] = {}  # of the step under way, by request: match and drafts
@@ -94,19 +95,18 @@ class Drafter(NoDrafts):
     def give(
         self, asked: Sequence[tuple[str, int]], room: int, full: Callable[[], bool] = lambda: False
     ) -> list[list[int]]:
-        self._fed = {}
-        unread, heads = 0, self._head is not None and not self._resting
-        if heads:
-            assert self._head is not None
+        self._fed, self._head_ran = {}, False
+        unread, heads = 0, False
+        if self._resting:
+            self._resting -= 1
+        elif self._head is not None and any(most > 0 for _, most in asked) and not full():
             self._look_at_prices()
             unread = sum(self._head.unread(name) for name, _ in asked)
             heads = self._pricing.promises(len(asked), unread)
-            self._resting = 0 if heads else _REST
-        elif self._resting:
-            self._resting -= 1
+            self._resting = 0 if heads or not self._pricing.knows(len(asked)) else _REST
         begun_s = self._clock() if heads else 0.0
         found = [self._proposal(name, most, heads) for name, most in asked]
-        self._asked_s = self._clock() - begun_s if heads else 0.0
+        self._asked_s = self._clock() - begun_s if self._head_ran else 0.0
         if any(tokens for tokens, _ in found) and not full():
             self._look_at_prices()
             counts = self._pricing.choose([Proposal(len(tokens), match) for tokens, match in found], room)
@@ -115,7 +115,7 @@ class Drafter(NoDrafts):
                     self._fed[name] = match, tokens[:count]
         if self._fed and self._before is None:
             self._before = self._experts.decode_counts()  # nothing has run yet
-        if heads:
+        if self._head_ran:
             self._pricing.asked(self._asked_s, len(asked), unread, bool(self._fed))
             if not self._fed:
                 self._rest_longer()
@@ -144,7 +144,10 @@ class Drafter(NoDrafts):
         tokens, match = text.propose(room)
         if self._head is None or match >= _REPEATS:
             return tokens, match
-        return self._head.propose(name, [*prompt, *stream.generated], room) if heads else ([], 0)
+        if not heads:
+            return [], 0
+        self._head_ran = True
+        return self._head.propose(name, [*prompt, *stream.generated], room)
 
     def choose(self, processor: Any) -> bool:
         scheduler, states = processor.scheduler, list(processor.scheduler.active_requests.values())
@@ -196,7 +199,7 @@ class Drafter(NoDrafts):
 
     def took(self, names: Sequence[str], accepted: Sequence[Sequence[int]]) -> None:
         drafted, same = bool(accepted), len(names) == self._requests
-        steps = 1 if self._undrafted < _ALL_MEASURED else _MEASURED
+        steps = 1 if self._undrafted <= _ALL_MEASURED else _MEASURED  # with those before it
         self._undrafted, self._requests = 0 if drafted or not same else self._undrafted + 1, len(names)
         before = self._before
         if before is None:

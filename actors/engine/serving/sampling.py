@@ -29,6 +29,7 @@ from .streams import Stream
 Read = Callable[[Sequence[torch.Tensor]], Sequence[NDArray[Any]]]
 Note = Callable[[str, int, TokenLogprob], None]  # (stream, place in the prompt or among the generated tokens, value)
 _SCORED = 256  # rows of a prompt whose log-probabilities [rows, V] are in memory together, in float32
+_MOST_TOP_K = 1 << 31  # no vocabulary has as many
 _LEAST_TEMPERATURE = 1e-30  # a lower one gives the same tokens, and may be rounded to 0
 
 
@@ -176,7 +177,7 @@ _Asked = tuple[int, float, float, int, float, int, int]  # as `_cpu.draw_rows` t
 
 def _asked(row: int, params: SamplingParams, seed: int, step: int) -> _Asked:
     temperature = max(params.temperature, _LEAST_TEMPERATURE)
-    return row, temperature, params.min_p, params.top_k or 0, params.top_p, seed, step
+    return row, temperature, params.min_p, min(params.top_k or 0, _MOST_TOP_K), params.top_p, seed, step
 
 
 def _draw_rows(logits: torch.Tensor, asked: list[_Asked]) -> list[int]:
