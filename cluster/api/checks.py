@@ -58,6 +58,16 @@ async def chat(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> 
     return CheckedRequest(model.name, choices, len(ids), form, body)
 
 
+async def chat_tokens(model: ServedModel, body: ChatBody, key: Key | None = ANYONE) -> int:
+    """Tokens of a chat's prompt, also where it is longer than the model takes. Raises ApiError: 400 or 404."""
+    body.check()
+    model.check(body)
+    tools = body.offered_tools
+    _tool_parser(model, body, offered=bool(tools))  # which refuses tools that the model cannot call
+    text = await model.chat_text(body, body.messages, tools=tools, key=key)
+    return await model.count(text, special=body.add_special_tokens)
+
+
 async def completion(model: ServedModel, body: CompletionBody, key: Key | None = ANYONE) -> CheckedRequest:
     """Check and tokenize the prompts of a completion.
 

@@ -173,6 +173,15 @@ class ServedModel:
             raise refused(f"'{parameter}' is empty; give at least one token", parameter)
         return ids
 
+    async def count(self, text: str, *, special: bool = True) -> int:
+        """Tokens of a text, also of one that is longer than the model takes. special: as of `prompt_ids`."""
+
+        def counted() -> int:
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            return len(found)
+
+        return await self.offload.run(len(text.encode()), counted)
+
     def _encode(self, text: str, special: bool, parameter: str) -> tuple[int, ...]:
         # not `encode`, which holds the interpreter's lock; the ids are a list of Python's only where they are few
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)

@@ -27,7 +27,7 @@ from ..host import versions
 from .answers import Answer, CheckedRequest, Json, Written
 from .anthropic import CountBody, MessagesAnswer, MessagesBody
 from .bodies import body_route
-from .checks import chat, completion
+from .checks import chat, chat_tokens, completion
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
 from .model import ServedModel
@@ -88,7 +88,7 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountBody, request: Request) -> Json:
         chats = await model.offload.run(body.size, lambda: body.chat)
-        return {"input_tokens": (await chat(model, chats, request.state.key)).prompt_tokens}
+        return {"input_tokens": await chat_tokens(model, chats, request.state.key)}
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:

@@ -479,10 +479,25 @@ class ChatBody(GenerationBody, TemplateBody):
         if self.top_logprobs and not self.logprobs:  # 0 asks for nothing
             raise refused("'top_logprobs' needs logprobs; set it, or leave this out", "top_logprobs")
         self.check_template()
+        self._check_tools()
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in self.functions:
             raise refused(f"'tool_choice': no tool '{self.tool_choice.function.name}' in 'tools'", "tool_choice")
         if self.tool_choice == "required" and not self.tools:
             raise refused("'tool_choice' is required and there are no tools; give some", "tool_choice")
+
+    def _check_tools(self) -> None:
+        """Refuse what is no object's schema for arguments, and two tools of one name that differ."""
+        functions = self.functions
+        for name, schema in functions.items():
+            kinds, values = schema.get("type", "object"), schema.get("enum", [schema.get("const", {})])
+            takes = "object" in (kinds if isinstance(kinds, list) else [kinds])
+            if not takes or (isinstance(values, list) and not any(isinstance(value, dict) for value in values)):
+                message = f"'tools': the parameters of '{name}' are no object's; give a schema of type object"
+                raise refused(message, "tools")
+        for tool in self.tools or ():
+            if (tool.function.parameters or {"type": "object"}) != functions[tool.function.name]:
+                name = tool.function.name
+                raise refused(f"'tools': two of them are named '{name}'; give each a name of its own", "tools")
 
     @property
     def functions(self) -> dict[str, Any]:

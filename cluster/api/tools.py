@@ -58,25 +58,27 @@ class ToolFormat:
 
 
 def _objects(functions: dict[str, Any], key: str) -> str:
-    """The JSON schema of a call of any of the functions."""
-    calls = [
-        {"type": "object", "properties": {"name": {"const": name}, key: schema}, "required": ["name", key],
-         "additionalProperties": False}
-        for name, schema in functions.items()
-    ]  # fmt: skip
+    """Lark's `object`: a call of any of the functions. Arguments are a schema by themselves, at whose root its
+    references begin.
+    """
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write them
-    return json.dumps((calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"x-guidance": spaces})
+    rules = []
+    for i, (name, schema) in enumerate(functions.items()):
+        begin = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
+        given = json.dumps(schema | {"x-guidance": spaces})
+        rules.append(f'object_{i}: {begin} args_{i} "}}"\nargs_{i}: %json {given}\n')
+    return f"object: {' | '.join(f'object_{i}' for i in range(len(rules)))}\n" + "".join(rules)
 
 
 def _hermes_grammar(functions: dict[str, Any], several: bool) -> str:
     calls = 'call ("\\n" call)*' if several else "call"
     marks = '"<tool_call>\\n" object "\\n</tool_call>"'
-    return f"start: {calls}\ncall: {marks}\nobject: %json {_objects(functions, 'arguments')}\n"
+    return f"start: {calls}\ncall: {marks}\n{_objects(functions, 'arguments')}"
 
 
 def _llama_grammar(functions: dict[str, Any], several: bool) -> str:
     calls = 'object ("; " object)*' if several else "object"
-    return f"start: {calls}\nobject: %json {_objects(functions, 'parameters')}\n"
+    return f"start: {calls}\n{_objects(functions, 'parameters')}"
 
 
 def _harmony_grammar(functions: dict[str, Any], several: bool) -> str:

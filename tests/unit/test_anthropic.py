@@ -57,6 +57,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"name": "x y", "input_schema": {}}]}, "'tools'"), ({"tools": [{"name": "x"}]}, "input_schema"),
     ({"tools": _TOOLS * 1025}, "'tools'"), ({"tools": _TOOLS, "tool_choice": {"type": "tool"}}, "'tool_choice'"),
     ({"tools": _TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "no tool 'g'"),
+    ({"tool_choice": {"type": "any"}}, "there are no tools"),
+    ({"tool_choice": {"type": "tool", "name": "f"}}, "no tool 'f'"),
     ({"tool_choice": {"type": "all"}}, "'tool_choice'"), ({"thinking": {"type": "on"}}, "'thinking'"),
     ({"stop_sequences": ["a"] * 17}, "17 stop strings"), ({"stop_sequences": ["a"], "stop": "b"}, "not both"),
     ({"output_config": {"format": {"type": "xml"}}}, "'response_format'"), ({"container": "c"}, "'container'"),
@@ -172,6 +174,16 @@ def test_what_the_model_is_shown(body: dict[str, Any], shown: str, ignored: str)
     counted = post(COUNT, {"messages": _HI} | body, backend, template=_NAMED)
     assert counted.json() == {"input_tokens": len(backend.requests[0].prompt_ids)}
     assert len(backend.requests) == 1
+
+
+def test_tokens_are_counted_beyond_the_models_limit() -> None:
+    """A client that asks wants to know by how much."""
+    long = [{"role": "user", "content": "x" * 20_000}]
+    response = post(COUNT, {"messages": long}, FakeBackend(), template=_NAMED)
+    assert response.status_code == 200
+    assert response.json()["input_tokens"] > 20_000
+    assert post(MESSAGES, {"messages": long, "max_tokens": 1}, FakeBackend(), template=_NAMED).status_code == 400
+
 
 
 def answered(body: dict[str, Any], answer: str, cached: int = 0) -> tuple[dict[str, Any], list[dict[str, Any]]]:

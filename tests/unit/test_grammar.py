@@ -104,16 +104,31 @@ def test_a_request_that_is_fed_again_goes_on_as_it_would_have(workers: dict[str,
     assert whole[:9] + rest == whole
 
 
+_KINDS = {"kind": {"enum": ["cat", "dog"]}}
+_CLOSED = {"type": "object", "additionalProperties": False}
+
+
 @pytest.mark.parametrize("form", ["hermes", "llama-json"])
-def test_a_call_that_must_come_comes(workers: dict[str, GpuWorker], form: str) -> None:
+@pytest.mark.parametrize(
+    "schema",
+    [
+        SCHEMA,
+        _CLOSED | {"$defs": _KINDS, "properties": {"a": {"$ref": "#/$defs/kind"}}, "required": ["a"]},
+        _CLOSED | {"properties": {"c": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}}, "required": ["c"]},
+    ],
+    ids=["plain", "definitions", "recursive"],
+)
+def test_a_call_that_must_come_comes(workers: dict[str, GpuWorker], form: str, schema: dict[str, Any]) -> None:
+    """References of a schema begin at its own root, wherever a call has it."""
     found = TOOL_FORMATS[form]
     assert found.grammar is not None
-    lark = found.grammar({"f": SCHEMA, "g": {"type": "object", "additionalProperties": False}}, False)
+    lark = found.grammar({"f": schema, "g": schema}, False)
     grammar = llguidance.grammar_from("lark", lark)
     (text,) = texts(workers["continuous"], SamplingParams(240, temperature=1.0, seed=7, grammar=grammar))
     parser = found.parser({})
     (call,) = parser.feed(text.removesuffix(" stop")).then(parser.finish()).calls
-    jsonschema.validate(json.loads(call.arguments), {"f": SCHEMA, "g": {"type": "object"}}[call.name])
+    assert call.name in ("f", "g")
+    jsonschema.validate(json.loads(call.arguments), schema)
 
 
 def test_the_grammar_of_harmony_calls() -> None:

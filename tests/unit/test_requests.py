@@ -126,6 +126,12 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str, str]] = [
         ({"tool_choice": "required", "tools": []}, CALLS_TEMPLATE, "tool_choice"),
         ({"tool_choice": "required"}, _PYTHONIC, "tool_choice"),
         ({"tool_choice": "required", "guided_choice": ["a"]}, CALLS_TEMPLATE, "guided_choice"))),
+    *((CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}} for schema in schemas]},
+       CALLS_TEMPLATE, "tools", words) for schemas, words in (
+        ([{"type": "array"}], "no object's"), ([{"type": ["string", "null"]}], "no object's"),
+        ([{"enum": [1, 2]}], "no object's"), ([{"const": "x"}], "no object's"),
+        ([{"type": "object"}, {"type": "object", "required": ["a"]}], "two of them are named 'f'"))),
+    (ANSWER, {"tool_choice": {"type": "function", "name": "f"}}, "", "tool_choice", "no tool 'f'"),
     # grammars
     (TEXT, {"guided_regex": "a", "guided_choice": ["b"]}, "", "guided_choice", ""),
     (TEXT, {"guided_regex": "a", "ignore_eos": True}, "", "ignore_eos", ""),
