@@ -25,7 +25,7 @@ MAX_TEMPERATURE = 100
 class SamplingParams:
     """Sampling of one request.
 
-    temperature 0 is greedy. With a seed, the tokens of a request do not depend on what else is in the batch.
+    temperature 0 is greedy. With a seed, the draws of a request do not depend on what else is in the batch.
     min_p: least probability of a token relative to the likeliest one's. Penalties, as vLLM's: the repetition penalty is
     for tokens of the prompt and generated ones, the others for generated ones. logit_bias: (token id, added to its
     logit). stop_token_ids: end the request as the model's own stop tokens do, even if those are ignored.

@@ -390,6 +390,30 @@ def test_clients_take_the_events_of_their_requests(
     assert worker.take("one", 0.0) == (life, [])
 
 
+def test_prompts_together_attend_each_to_its_own_keys(mixtral_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in 32 choices took seconds a pass: its rows times the keys of all of them."""
+    from transformers.integrations import sdpa_attention
+
+    real, shapes = sdpa_attention.sdpa_attention_forward, list[tuple[int, int]]()
+
+    def seen(module: Any, query: Any, key: Any, *rest: Any, **more: Any) -> Any:
+        shapes.append((query.shape[2], key.shape[2]))
+        return real(module, query, key, *rest, **more)
+
+    count, length = 4, 40  # together more rows than native code takes
+    prompts = [tuple((7 * i + j) % (VOCAB - 5) + 3 for j in range(length)) for i in range(count)]
+    asked = [GenerationRequest(f"p{i}", prompt, SamplingParams(2, ignore_eos=True)) for i, prompt in enumerate(prompts)]
+    pool = KvSettings(page_size=PAGE, num_blocks=32, max_batch_tokens=256, prefix_cache=False)
+    with serving(mixtral_store, settings(1.0, kv=pool)) as worker:
+        alone = [generate(worker, [one])[0].token_ids for one in asked]
+        monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", seen)
+        monkeypatch.setattr("tiermoe.actors.engine.model.attention._FOREIGN", 0)
+        together = generate(worker, asked)
+    assert [one.token_ids for one in together] == alone
+    assert shapes
+    assert max(keys for _, keys in shapes) <= length
+
+
 @BOTH
 @pytest.mark.parametrize(
     "own", [{"presence_penalty": 1.25}, {"prompt_logprobs": 17}, {"temperature": 1.0, "min_p": 0.125}], ids=str

@@ -11,6 +11,7 @@ sdpa gathers all keys and values of a layer in every step: at 16 sequences of 40
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ...settings import Attention, CompileMode
 from .architecture import usual_attention
 
 _OURS = "tiermoe-paged"
+_FOREIGN = 1 << 18  # pairs of a row and another sequence's key in a pass, from which one call for each sequence pays
 _PAGED_EAGER = "paged|eager"  # transformers' own on its paged cache
 
 
@@ -86,6 +88,45 @@ def use_paged(model: Any) -> None:
     model.tiermoe_plain_attention = plain_attention_of(model)
     AttentionInterface.register(_OURS, paged_attention)
     model.set_attn_implementation(_OURS)
+
+
+def use_sdpa_by_sequence() -> None:
+    """Have transformers' sdpa go sequence by sequence through its paged cache, in this process."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("sdpa", sdpa_by_sequence)
+
+
+def sdpa_by_sequence(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """transformers' sdpa: query [1, heads, T, D] -> [1, T, heads, D]. In the paged cache the rows of a sequence see its
+    own keys alone, not all keys and a mask: so a prompt in 32 choices took seconds a pass.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as plain
+
+    cache, starts_q, starts_k = (kwargs.get(name) for name in ("cache", "cu_seq_lens_q", "cu_seq_lens_k"))
+    if cache is None or attention_mask is None or starts_q is None or starts_k is None:
+        return plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    del kwargs["cache"]
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    if isinstance(starts_k, dict):
+        starts_k = starts_k[cache.layer_to_allocator[module.layer_idx].layer_type]
+    rows, keys = starts_q.tolist(), starts_k.tolist()
+    parts = [(slice(*q), slice(*k)) for q, k in zip(pairwise(rows), pairwise(keys), strict=True)]
+    own = sum((q.stop - q.start) * (k.stop - k.start) for q, k in parts)
+    whole = query.shape[2] * key.shape[2]
+    if rows[-1] < query.shape[2] or keys[-1] < key.shape[2] or whole - own < _FOREIGN:
+        return plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    found = [
+        plain(
+            module, query[:, :, q], key[:, :, k], value[:, :, k], attention_mask[..., q, k], dropout, scaling, **kwargs
+        )[0]
+        for q, k in parts
+        if q.start < q.stop
+    ]  # fmt: skip
+    return torch.cat(found, dim=1), None
 
 
 def plain_attention_of(model: Any) -> str:

@@ -30,7 +30,7 @@ from ...policies.drafts import CountedExperts, DraftPricing
 from ...requests import GenerationRequest
 from ...settings import Attention, KvSettings
 from ..cuda.runtime import runtime_of
-from ..model.attention import plain_attention_of, use_paged
+from ..model.attention import plain_attention_of, use_paged, use_sdpa_by_sequence
 from ..model.model import quiet_logger
 from .batcher import AGAIN, loop_died, open_streams, probed
 from .drafts import Drafter
@@ -116,6 +116,8 @@ class ContinuousBatcher:
             raise _unsupported(model, str(error)) from error
         if attention == "triton":
             use_paged(model)
+        elif model.device.type == "cpu":
+            use_sdpa_by_sequence()
         self._scorer = PromptScorer(model, self.streams.note_prompt)
         self._manager.prefill_chunk, self._manager.memory = kv.prefill_chunk, memory
         gpu = runtime_of(model.device) if model.device.type == "cuda" else None
