@@ -18,7 +18,13 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
           503: "service_unavailable"}  # fmt: skip
 _ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
                     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
-MESSAGES = "/v1/messages"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+# of a chat's parameters, as the routes call them whose requests become chats
+_OWN_NAMES = {
+    RESPONSES: {"max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens", "messages": "input",
+                "response_format": "text.format"},
+    MESSAGES: {"max_completion_tokens": "max_tokens", "response_format": "output_config.format"},
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -48,7 +54,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The same in the form of the protocol that a path belongs to."""
+        """The same in the form, and with the names, of the protocol that a path belongs to."""
+        own = _OWN_NAMES.get(path, {}).get(self.param or "")
+        if own is not None:
+            message = self.message.replace(f"'{self.param}'", f"'{own}'")
+            return ApiError(self.status, message, own, self.code).body_for(path)
         if not speaks_anthropic(path):
             return self.body
         kind = _ANTHROPIC_TYPES.get(self.status, _INVALID if self.status < 500 else "api_error")

@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool", "name": "f"}}, "no tool 'f'"),
     ({"tool_choice": {"type": "all"}}, "'tool_choice'"), ({"thinking": {"type": "on"}}, "'thinking'"),
     ({"stop_sequences": ["a"] * 17}, "17 stop strings"), ({"stop_sequences": ["a"], "stop": "b"}, "not both"),
-    ({"output_config": {"format": {"type": "xml"}}}, "'response_format'"), ({"container": "c"}, "'container'"),
+    ({"output_config": {"format": {"type": "xml"}}}, "'output_config.format'"), ({"container": "c"}, "'container'"),
     ({"mcp_servers": [{"name": "m"}]}, "'mcp_servers'"), ({"n": 2}, "'n'"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "exceed the limit"),
     # what would be left out, or leaves nothing, which was a 500

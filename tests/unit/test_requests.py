@@ -136,7 +136,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     (TEXT, {"guided_regex": "a", "guided_choice": ["b"]}, "", "guided_choice", ""),
     (TEXT, {"guided_regex": "a", "ignore_eos": True}, "", "ignore_eos", ""),
     (TEXT, {"structured_outputs": {"regex": "(("}}, "", "structured_outputs.regex", ""),
-    (ANSWER, {"text": {"format": {"type": "xml"}}}, "", "response_format", ""),
+    (ANSWER, {"text": {"format": {"type": "xml"}}}, "", "text.format", ""),
     # items
     *((ANSWER, {"input": [item]}, "", "input", words) for item, words in (
         ({"type": "item_reference", "id": "x"}, "'input.0': give items of type message, reasoning, function_call"),
@@ -146,7 +146,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str, str]] = [
     (ANSWER, {"tool_choice": "required"}, "", "tool_choice", "there are no tools"),
     (ANSWER, {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "g"}},
      CALLS_TEMPLATE, "tool_choice", "no tool 'g'"),
-    (ANSWER, {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{no"}]}, "", "messages",
+    (ANSWER, {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{no"}]}, "", "input",
      "not JSON"),
     *((path, {name: value}, "", name, "")
       for path, names in VALUES.items() for name, values in names.items() for value in values),
