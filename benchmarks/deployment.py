@@ -376,32 +376,33 @@ def _message_us() -> dict[str, float]:
 
 
 def _killed(options: Deployment, work: Path) -> dict[str, Any]:
-    """One run of the default model on two nodes with an NDP worker each, the last of which is killed while it works."""
+    """One run of the default model on two nodes with an NDP worker each; the first one that works is killed."""
     point = Point(2, 2, ndp=2)
     with _nodes(options, 2) as (nodes, _):
         once = options.model_copy(update={"repeats": 1})
         sweep = _sweep(once, Model("default", None), nodes, work, [point.cell([max(CLIENTS)])])
         sweep["load"] |= {"warmup": 0, "requests": _STRUCK_ROUNDS}  # it is struck while it is measured
-        with closing(_Strike(nodes.nodes[-1])) as strike:
+        with closing(_Strike(nodes.nodes)) as strike:
             record = _run_sweep(sweep, nodes, work / "killed.json", strike.start)
-    return {"killed": "NDP worker of the last node", "rows": record["rows"]}
+    return {"killed": "the first NDP worker that works", "rows": record["rows"]}
 
 
 class _Strike(threading.Thread):
-    """Kills a node's NDP worker once it has computed for `_STRUCK_S` of its processor's time."""
+    """Kills the first NDP worker of these nodes that has computed for `_STRUCK_S` of its processor's time."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, nodes: Sequence[Node]) -> None:
         super().__init__(daemon=True)
-        self._node, self._over = node, threading.Event()
+        self._nodes, self._over = nodes, threading.Event()
 
     def run(self) -> None:
-        worker = self._node.actor("NdpWorker")
-        idle_s = worker.cpu_times().user
+        workers = [node.actor("NdpWorker") for node in self._nodes]
+        idle_s = [worker.cpu_times().user for worker in workers]
         with contextlib.suppress(psutil.Error):  # the sweep has ended
             while not self._over.wait(_LOOK_S):
-                if worker.cpu_times().user - idle_s > _STRUCK_S:
-                    worker.kill()
-                    return
+                for worker, before_s in zip(workers, idle_s, strict=True):
+                    if worker.cpu_times().user - before_s > _STRUCK_S:
+                        worker.kill()
+                        return
 
     def close(self) -> None:
         self._over.set()
