@@ -119,6 +119,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str, str]] = [
      ""),
     # tools
     (CHAT, {"tools": _TOOLS}, "{{ messages }}{# <tool_call> #}", "tools", ""),
+    (TOKENS, {"prompt": None, "messages": _HI, "tools": _TOOLS}, "{{ messages }}{# <tool_call> #}", "tools", ""),
     (CHAT, {"tools": [{"type": "x"}]}, CALLS_TEMPLATE, "tools", ""),
     *((CHAT, {"tools": _TOOLS} | body, template, param, "") for body, template, param in (
         ({"tool_choice": "maybe"}, CALLS_TEMPLATE, "tool_choice"),
