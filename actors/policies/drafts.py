@@ -166,13 +166,24 @@ class _Line:
 
 
 class _Costs(NamedTuple):
-    """Seconds of drafts in a step of so many requests: its rest without them, the experts of a draft's row that is
-    right, or wrong, and those of a wrong one at worst, with what they displace."""
+    """Seconds of a step without drafts, and its rest; of the experts that a draft's row misses if it is right, if it is
+    wrong, and of a wrong one at worst, with what they displace.
 
+    over: the rest of a step with so many drafts, over that of one without.
+    """
+
+    plain_s: float
     rest_s: float
     right_s: float
     wrong_s: float
     lost_s: float
+
+    def seconds(self, over: float, drafted: int, right: float) -> float:
+        rest_s = self.rest_s * (over - 1.0)
+        return self.plain_s + rest_s + right * self.right_s + (drafted - right) * self.wrong_s
+
+    def most_lost_s(self, over: float, drafted: int) -> float:
+        return self.rest_s * (over - 1.0) + drafted * self.lost_s
 
 
 @dataclass
@@ -274,11 +285,10 @@ class DraftPricing:
         right, best, taken, costs = 0.0, _MARGIN * requests / plain_s, 0, self._costs(requests)
         for number, (gain, _, _) in enumerate(gains, start=1):
             right += gain
-            rest_s = costs.rest_s * (self._rest_over(number) - 1.0)
-            if rest_s + number * costs.lost_s > account:
+            over = self._rest_over(number)
+            if costs.most_lost_s(over, number) > account:
                 break
-            seconds = plain_s + rest_s + right * costs.right_s + (number - right) * costs.wrong_s + asked_s
-            if (rate := (requests + right) / seconds) > best:
+            if (rate := (requests + right) / (costs.seconds(over, number, right) + asked_s)) > best:
                 best, taken = rate, number
         for _, request, _ in gains[:taken]:
             counts[request] += 1
@@ -292,16 +302,12 @@ class DraftPricing:
 
     def seconds(self, requests: int, drafted: int, right: float) -> float:
         """Predicted, of a step of so many requests, which are known, and drafted tokens, of which some are right."""
-        plain_s, costs = self._plain[requests].seconds, self._costs(requests)
-        if not drafted:
-            return plain_s
-        rest_s = costs.rest_s * (self._rest_over(drafted) - 1.0)
-        return plain_s + rest_s + right * costs.right_s + (drafted - right) * costs.wrong_s
+        costs = self._costs(requests)
+        return costs.seconds(self._rest_over(drafted), drafted, right) if drafted else costs.plain_s
 
     def most_lost_s(self, requests: int, drafted: int) -> float:
         """Seconds that a step takes longer than one without drafts, if none of them is right."""
-        costs = self._costs(requests)
-        return costs.rest_s * (self._rest_over(drafted) - 1.0) + drafted * costs.lost_s
+        return self._costs(requests).most_lost_s(self._rest_over(drafted), drafted)
 
     def _costs(self, requests: int) -> _Costs:
         plain, price = self._plain[requests], self.price
@@ -309,7 +315,7 @@ class DraftPricing:
         wrong = self._wrong.over(one)
         most = self._wrong.over(self.absent * plain.needed / requests)
         return _Costs(
-            plain.rest_s, price * min(self._right.over(one), wrong), price * wrong,
+            plain.seconds, plain.rest_s, price * min(self._right.over(one), wrong), price * wrong,
             (max(price, self.miss_s) + plain.price) * most,
         )  # fmt: skip
 

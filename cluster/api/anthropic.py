@@ -189,7 +189,7 @@ class CountBody(ReasoningBody):
         wanted: Json = {
             "model": self.model, "messages": [*self._instructions(), *messages],
             "tools": [tool.openai for tool in self.tools] if self.tools else None,
-            "tool_choice": choice.openai if self.tools or choice.type in ("any", "tool") else None,
+            "tool_choice": choice.openai,
             "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
             "response_format": _response_format(config.format or self.output_format),
         }  # fmt: skip

@@ -63,7 +63,7 @@ async def chat_tokens(model: ServedModel, body: ChatBody, key: Key | None = ANYO
     body.check()
     model.check(body)
     tools = body.offered_tools
-    _tool_parser(model, body, offered=bool(tools))  # which refuses tools that the model cannot call
+    refuse_tools(model, offered=bool(tools))
     text = await model.chat_text(body, body.messages, tools=tools, key=key)
     return await model.count(text, special=body.add_special_tokens)
 
@@ -120,6 +120,12 @@ async def _grammar(model: ServedModel, body: GenerationBody, key: Key | None) ->
     return await model.offload.grammars.run(turn, lambda: forced_call(make, forced))
 
 
+def refuse_tools(model: ServedModel, *, offered: bool) -> None:
+    """Refuse tools that the model cannot call. offered: whether it is shown any. Raises ApiError: 400."""
+    if offered and model.template is not None and model.calling.refusal is not None:
+        raise refused(model.calling.refusal, "tools")
+
+
 def _tool_parser(model: ServedModel, body: ChatBody, *, offered: bool) -> Callable[[], Parser]:
     """What makes a parser of a choice's text. Where it is not known how the model calls, the client is told.
 
@@ -129,9 +135,8 @@ def _tool_parser(model: ServedModel, body: ChatBody, *, offered: bool) -> Callab
     Raises:
         ApiError: 400, there are tools and the model cannot call any.
     """
-    found, refusal = model.calling.format, model.calling.refusal
-    if offered and model.template is not None and refusal is not None:
-        raise refused(refusal, "tools")
+    refuse_tools(model, offered=offered)
+    found = model.calling.format
     if found is None or not (found.always or offered):
         if found is None and offered and model.template is not None:
             body.ignore(CALLS_STAY_TEXT)

@@ -202,6 +202,10 @@ class Function(Sent):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return self.parameters or {"type": "object"}
+
 
 class Tool(Sent):
     type: Literal["function"]

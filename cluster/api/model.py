@@ -176,15 +176,15 @@ class ServedModel:
     async def count(self, text: str, *, special: bool = True) -> int:
         """Tokens of a text, also of one that is longer than the model takes. special: as of `prompt_ids`."""
 
-        def counted() -> int:
-            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
-            return len(found)
+        return await self.offload.run(len(text.encode()), lambda: len(self._encoding(text, special)))
 
-        return await self.offload.run(len(text.encode()), counted)
+    def _encoding(self, text: str, special: bool) -> Any:
+        # not `encode`, which holds the interpreter's lock
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        return found
 
     def _encode(self, text: str, special: bool, parameter: str) -> tuple[int, ...]:
-        # not `encode`, which holds the interpreter's lock; the ids are a list of Python's only where they are few
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        found = self._encoding(text, special)  # the ids are a list of Python's only where they are few
         if len(found) > self.limit_tokens:
             raise self._too_long(f"{len(found)} tokens", parameter)
         return tuple(found.ids)

@@ -184,7 +184,7 @@ class ResponsesBody(SamplingBody, ReasoningBody):
         wanted: Json = {
             "messages": given, "max_completion_tokens": self.max_output_tokens, "response_format": form,
             "tools": [tool.openai for tool in self.tools] if self.tools else None,
-            "tool_choice": choice if self.tools or choice not in ("none", "auto") else None,
+            "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }  # fmt: skip
         shared = {name: getattr(self, name) for name in (*SamplingBody.model_fields, *ReasoningBody.model_fields)}

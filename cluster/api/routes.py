@@ -27,7 +27,7 @@ from ..host import versions
 from .answers import Answer, CheckedRequest, Json, Written
 from .anthropic import CountBody, MessagesAnswer, MessagesBody
 from .bodies import body_route
-from .checks import chat, chat_tokens, completion
+from .checks import chat, chat_tokens, completion, refuse_tools
 from .guard import Guard, Receive, Scope, Send
 from .keys import KeyRing
 from .model import ServedModel
@@ -35,7 +35,7 @@ from .offload import LARGE_BYTES
 from .origins import Access
 from .parameters import warning
 from .records import CLIENT_GONE, RequestRecord, Sink
-from .refusals import ApiError, refused
+from .refusals import ApiError
 from .responses import ResponsesAnswer, ResponsesBody
 from .runs import Runs
 from .schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, from_findings
@@ -101,8 +101,7 @@ def _add_generation(app: FastAPI, model: ServedModel, runs: Runs) -> None:
         model.check_name(body.model)
         if body.messages is not None:
             tools = [tool.plain for tool in body.tools or ()]
-            if tools and model.template is not None and model.calling.refusal is not None:
-                raise refused(model.calling.refusal, "tools")
+            refuse_tools(model, offered=bool(tools))
             text = await model.chat_text(body, body.messages, tools=tools, key=request.state.key)
             ids = await model.prompt_ids(text, special=False, parameter="messages")
         else:

@@ -488,21 +488,20 @@ class ChatBody(GenerationBody, TemplateBody):
     def _check_tools(self) -> None:
         """Refuse what is no object's schema for arguments, and two tools of one name that differ."""
         functions = self.functions
-        for name, schema in functions.items():
+        for tool in self.tools or ():
+            name, schema = tool.function.name, tool.function.schema_of_arguments
+            if schema != functions[name]:
+                raise refused(f"'tools': two of them are named '{name}'; give each a name of its own", "tools")
             kinds, values = schema.get("type", "object"), schema.get("enum", [schema.get("const", {})])
             takes = "object" in (kinds if isinstance(kinds, list) else [kinds])
             if not takes or (isinstance(values, list) and not any(isinstance(value, dict) for value in values)):
                 message = f"'tools': the parameters of '{name}' are no object's; give a schema of type object"
                 raise refused(message, "tools")
-        for tool in self.tools or ():
-            if (tool.function.parameters or {"type": "object"}) != functions[tool.function.name]:
-                name = tool.function.name
-                raise refused(f"'tools': two of them are named '{name}'; give each a name of its own", "tools")
 
     @property
     def functions(self) -> dict[str, Any]:
         """The JSON schema of each tool's arguments."""
-        return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or ()}
+        return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools or ()}
 
     @property
     def ignored(self) -> tuple[str, ...]:

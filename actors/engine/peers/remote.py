@@ -90,14 +90,13 @@ class NdpPool:
         """A forward begins: workers that were reached for the first time take their share, and where the costs of
         reaching them decide, those that came back on a new connection are judged anew.
         """
-        if self._sharers is not None and len(self._members) > 1 and self._judged != self._connections():
-            self._take_in(self._members)
+        reached = list[RemoteExperts]()
         if self._joining:
             with self._lock:
                 reached = [peer for peer in self._joining if peer.available]
                 self._joining = tuple(peer for peer in self._joining if peer not in reached)
-            if reached:
-                self._take_in((*self._members, *reached))
+        if reached or (self._sharers is not None and self._judged != self._connections()):
+            self._take_in((*self._members, *reached))
 
     def share_by(self, sharers: Sharers) -> None:
         """Let these be the members that own experts, also once others have joined. Between forwards."""

@@ -189,7 +189,7 @@ def _draw_rows(logits: torch.Tensor, asked: list[_Asked]) -> list[int]:
 def largest(logits: torch.Tensor) -> int | None:
     """The first of the largest of logits [V]; None: it is not finite, or one is not a number. One copy to the host."""
     if logits.device.type == "cpu":
-        ((found, score),) = zip(*_argmax(logits[None, None], 1, to_host), strict=True)
+        (found,), (score,) = _argmax(logits[None, None], 1, to_host)
     else:
         found, score = torch.stack((logits.argmax().double(), logits.max().double())).tolist()
     return int(found) if math.isfinite(score) else None
@@ -314,15 +314,15 @@ def verified_tokens(
         failed: called with a request that gets no token, and why; its place in the result means nothing.
         read: brings tensors of a GPU to the host.
     """
-    rows = len(drafts) + sum(map(len, drafts))
-    drawn = _drawn(logits, streams) if rows == len(drafts) and logits.device.type == "cpu" else {}
+    rows, firsts = len(drafts) + sum(map(len, drafts)), [pick_of(stream) for stream in streams]
+    drawn = _drawn(logits, firsts) if rows == len(drafts) and logits.device.type == "cpu" else {}
     best, scores = _argmax(logits, rows, read) if len(drawn) < rows else ([], [])
     tokens, lengths, row = list[int](), list[int](), 0
     for i, (stream, draft) in enumerate(zip(streams, drafts, strict=True)):
         accepted, token = list[int](), 0
         for place in range(len(draft) + 1):
             at = row + place
-            pick = None if at in drawn else pick_of(stream, accepted)
+            pick = pick_of(stream, accepted) if accepted else firsts[i]
             try:
                 if at in drawn:
                     token = drawn[at]
@@ -347,11 +347,10 @@ def verified_tokens(
     return tokens, lengths
 
 
-def _drawn(logits: torch.Tensor, streams: Sequence[Stream | None]) -> dict[int, int]:
+def _drawn(logits: torch.Tensor, picks: Sequence[Pick | None]) -> dict[int, int]:
     """Tokens of the rows of logits [1, N, V] on the host that are drawn as they are, by row, in one call. A row without
     a token is left out, and so are all where one fails: by itself each is drawn again, so that it fails alone.
     """
-    picks = [pick_of(stream) for stream in streams]
     try:
         asked = [
             _asked(row, pick.params, pick.seed, pick.step)
